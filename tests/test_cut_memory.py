@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lumos.memory.memory import workspaces_of
+from lumos.memory.stage_walk import workspaces_of
 from lumos.read.job import read_job
 from lumos.read.op_columns import RankOps, rank_ops
 from lumos.setup.setup import Setup

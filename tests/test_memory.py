@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from lumos.described.attention import core
 from lumos.described.described import Phase, Program
 from lumos.described.embedding_head import head
-from lumos.memory.memory import MIB, Memory, StageMemory, memory_of
+from lumos.memory.memory import Memory, memory_of
+from lumos.memory.stage_walk import MIB, StageMemory
 from lumos.prediction.fitting import smallest_change
 from lumos.program.op import saved_bytes
 from lumos.setup.constraints import mistakes_in

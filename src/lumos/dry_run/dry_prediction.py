@@ -9,7 +9,8 @@ from math import ceil
 from lumos.costs.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
-from lumos.memory.memory import GIB, Memory
+from lumos.memory.memory import Memory
+from lumos.memory.stage_walk import GIB
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part

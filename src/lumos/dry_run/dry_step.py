@@ -23,7 +23,8 @@ from lumos.data_files import read_table
 from lumos.dry_run.recorded_step import Recording
 from lumos.graph.overlap import contended
 from lumos.graph.rules.build import build
-from lumos.memory.memory import Memory, StageMemory, reserve_of, workspaces_of
+from lumos.memory.memory import Memory, reserve_of
+from lumos.memory.stage_walk import StageMemory, workspaces_of
 from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy

@@ -17,34 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.described.layer import LayerMemory
+from lumos.memory.stage_walk import GIB, MIB, StageFacts, StageMemory
 from lumos.program.sharding import recomputed_layers, recomputes_every
-from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 
-MIB, GIB = float(1 << 20), float(1 << 30)
 _NOTHING = LayerMemory(0.0, 0.0)
-
-
-class StageMemory(NamedTuple):
-    """What the ranks of one pipeline stage hold at their worst moment, in bytes; the parts sum to the peak."""
-
-    phase: str
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float
-    framework: float
-
-    @property
-    def peak(self) -> float:
-        """As torch.cuda.max_memory_allocated reports it."""
-        return self[1] + self[2] + self[3] + self[4] + self[5] + self[6]
 
 
 @dataclass(frozen=True)
@@ -123,13 +104,6 @@ def _fragmented(peak: float) -> float:
     return float(read_table("memory.json")["fragmented_share"] * peak)
 
 
-def workspaces_of(gpu: str) -> float:
-    """Of cuBLAS."""
-    constants = read_table("memory.json")
-    sizes = constants["cublas_workspace_mib"]
-    return float(sizes.get(gpu_named(gpu).family, sizes["other"]) * constants["cublas_handles"] * MIB)
-
-
 class _Stages:
     """What all stages of a program have in common."""
 
@@ -137,8 +111,6 @@ class _Stages:
         self.program, self.layout = program, program.layout
         self.framework, self.sharding = program.framework, program.sharding
         self.logits = float(self.layout.tokens * self.layout.vocab)
-        self.workspaces = workspaces_of(program.setup.cluster.gpu)
-        self.joins_outputs = program.setup.parallel.pp > 1 and self.framework.keeps_outputs
         self.logit_bytes = self._logit_bytes()
 
     def _logit_bytes(self) -> float:
@@ -160,17 +132,16 @@ class _Stages:
         return max(((index, self.memory(index)) for index in stages), key=lambda found: found[1].peak)
 
 
-class _Stage:
+class _Stage(StageFacts):
     """One stage of a program."""
 
     def __init__(self, common: _Stages, index: int) -> None:
-        self.common, self.train = common, common.program.setup.train
-        self.chunks, self.rounds = common.program.chunks[index], common.program.rounds
-        self.counts = common.program.in_flight(index)
-        self.first, self.last = any(c.first for c in self.chunks), any(c.last for c in self.chunks)
-        self.parameters = common.program.stage_parameters(index)
-        self.states = common.sharding.states(self.parameters, common.program.vectors(index), self._root())
-        self.trained = sum(common.sharding.trained(self.parameters))
+        program, parameters = common.program, common.program.parameters
+        self.common, self.train = common, program.setup.train
+        ends = sum(
+            parameters.embedding * chunk.first + parameters.output * chunk.last for chunk in program.chunks[index]
+        )
+        super().__init__(program, index, common.sharding, program.stage_parameters(index), ends, program.vectors(index))
         self.has_sparse = any(chunk.sparse for chunk in self.chunks)
 
     def phases(self) -> list[StageMemory]:
@@ -178,36 +149,32 @@ class _Stage:
         common, sharding, gradients = self.common, self.common.sharding, self.states.gradients
         layer, kept = self._layer(), self._kept()
         # Gradients are there before the backward pass if a buffer holds them, or an earlier micro-batch left them.
-        most = max(self.counts)
+        most = self.most
         stay = common.framework.gradient_buffer_fp32 or self.rounds > most
         before = gradients if stay else 0.0
         whole = not (stay or sharding.divides_gradients)
         head = whole and self.last and not sharding.frozen
         after = max(gradients - sharding.gradients * self._still_to_come(), 0.0) if whole else gradients
-        always, half = self._always(), self._half_gradients()
+        always, half = self.always, self.half_gradients
         if sharding.replicas > 1:  # they lie in the buckets of DistributedDataParallel, which stay
             always, half = always + half, 0.0
         work = always + self._at_work()
         one_left = kept * (most - 1) / most + layer.kept + layer.backward
         begun = before + (sharding.gradients * common.program.parameters.output if head else 0.0)
         phases = [
-            self._memory("backward", begun, kept + self._first_backward(layer), work),
-            self._memory("last layer", after, one_left, work + half),
-            self._memory("optimizer", gradients, 0.0, always + half + self._at_the_end()),
+            self.memory("backward", begun, kept + self._first_backward(layer), work),
+            self.memory("last layer", after, one_left, work + half),
+            self.memory("optimizer", gradients, 0.0, always + half + self._at_the_end()),
         ]
         if whole and not self.chunks[0].dense and not sharding.frozen:  # by then its experts have their gradients
             parameters = common.program.parameters
             to_come = parameters.sparse + (parameters.embedding if self.first else 0.0)
             left = one_left - layer.backward + layer.attention
             there = max(gradients - sharding.gradients * to_come, 0.0)
-            phases.append(self._memory("last layer", there, left, work + half))
+            phases.append(self.memory("last layer", there, left, work + half))
         if self.last:
-            phases.append(self._memory("loss", before, kept, always + self._loss()))
+            phases.append(self.memory("loss", before, kept, always + self._loss()))
         return phases
-
-    def _memory(self, phase: str, gradients: float, activations: float, buffers: float) -> StageMemory:
-        weights, _, optimizer = self.states
-        return StageMemory(phase, weights, gradients, optimizer, activations, buffers, self.common.workspaces)
 
     # ------------------------------------------------------------------ activations
     def _kept(self) -> float:
@@ -261,54 +228,7 @@ class _Stage:
         layer = parameters.dense if self.chunks[0].dense else parameters.sparse + parameters.experts
         return layer + (parameters.embedding if self.first else 0.0)
 
-    def _half_gradients(self) -> float:
-        """In 16 bits, beside the fp32 buffer."""
-        low = self.common.sharding.low
-        return low * self.trained if self.common.framework.half_gradients and low < 4 else 0.0
-
     # ------------------------------------------------------------------ buffers
-    def _always(self) -> float:
-        """Held through the whole step."""
-        common, sharding = self.common, self.common.sharding
-        whole = self.parameters.common + self.parameters.experts
-        total = sharding.casts * whole
-        if common.framework.gradient_buckets and sharding.replicas > 1 and sharding.zero < 2:
-            total += sharding.gradients * self.trained
-        if sharding.gathers == "once":  # and gradients are divided after the last micro-batch
-            own = 0.0 if sharding.frozen else whole - self._divided
-            total += sharding.low * self._divided + common.framework.reduce_bytes * (self.trained - own)
-        elif sharding.gathers == "every pass":
-            total += sharding.low * self._stays_gathered()
-        if sharding.gathers in ("once", "every pass") and sharding.low < sharding.weights:
-            total += sharding.low * (whole - self._divided)  # casts
-        if sharding.accumulates_whole:
-            total += common.framework.reduce_bytes * self.trained
-        if sharding.replicas > 1:
-            total += common.framework.bucket_buffers * 1e6 * common.framework.bucket_mb
-        if common.joins_outputs:
-            # A buffer for every micro-batch of a chunk and each of its neighbours, and the outputs of the last one.
-            neighbours = sum((not chunk.first) + (not chunk.last) for chunk in self.chunks)
-            total += self.rounds * neighbours * common.layout.residual_bytes + self._outputs()
-        return total
-
-    def _outputs(self) -> float:
-        """Logits of the micro-batches whose loss the stage computes."""
-        return self.rounds * self.common.layout.element * self.common.logits if self.last else 0.0
-
-    def _stays_gathered(self) -> float:
-        """Parameters that stay gathered between their uses: those outside the layers, and what ZeRO 3 keeps alive."""
-        return min(self._root() + self.common.framework.live_parameters, self._divided)
-
-    @property
-    def _divided(self) -> float:
-        """Parameters that ZeRO 3 divides: experts of which every rank has its own stay whole."""
-        return self.parameters.common + (self.parameters.experts if self.common.sharding.expert_shards > 1 else 0.0)
-
-    def _root(self) -> float:
-        """Parameters outside the layers, which FSDP treats as one unit."""
-        parameters = self.common.program.parameters
-        return (parameters.embedding if self.first else 0.0) + (parameters.output if self.last else 0.0)
-
     def _at_work(self) -> float:
         """Beside a layer's backward pass."""
         common, sharding, layout = self.common, self.common.sharding, self.common.layout
@@ -321,7 +241,7 @@ class _Stage:
             experts = parameters.experts if sharding.expert_shards > 1 else 0.0
             dense = parameters.dense if any(chunk.dense for chunk in self.chunks) else 0.0
             unit = max(dense, parameters.sparse + experts if self.has_sparse else 0.0)
-            rest = self._divided - self._stays_gathered()
+            rest = self.divided - self.stay_gathered
             gradients = 0.0 if sharding.frozen else sharding.low + common.framework.reduce_bytes
             total += sharding.low * min(2 * unit, rest) + unit * gradients
         return total
@@ -336,8 +256,8 @@ class _Stage:
         """After the last backward pass."""
         common, sharding = self.common, self.common.sharding
         total = sharding.step * sharding.stays * sharding.updated(self.parameters) if sharding.optimizer else 0.0
-        if common.joins_outputs and self.last:
-            total = max(total, self._outputs())  # joined into one
+        if self.joins_outputs and self.last:
+            total = max(total, self.outputs)  # joined into one
         if sharding.gathers == "every pass" and not sharding.frozen:
-            total = max(total, (sharding.low + common.framework.reduce_bytes) * self._root())
+            total = max(total, (sharding.low + common.framework.reduce_bytes) * self.ends)
         return total

@@ -9,7 +9,8 @@ from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import LumosError
-from lumos.memory.memory import GIB, Memory, memory_of
+from lumos.memory.memory import Memory, memory_of
+from lumos.memory.stage_walk import GIB
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup

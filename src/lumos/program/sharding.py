@@ -193,16 +193,21 @@ class StateBytes(NamedTuple):
 
 
 class Sharding:
-    """How ZeRO divides weights, gradients and optimizer state: the one statement that time and memory both use."""
+    """How ZeRO divides weights, gradients and optimizer state: the one statement that time and memory both use.
 
-    def __init__(self, layout: RankLayout) -> None:
-        train, framework, e = layout.train, layout.framework, float(layout.element)
+    A trace shows the bytes of a weight as it is `computed` with and as it is `stored`, and whether weights are frozen.
+    """
+
+    def __init__(self, layout: RankLayout, computed: float = 0.0, stored: float = 0.0, frozen: bool = False) -> None:
+        train, framework, e = layout.train, layout.framework, computed or float(layout.element)
         self.layout = layout
-        self.zero, self.frozen = layout.zero, train.mode == "lora"
+        self.zero, self.frozen = layout.zero, frozen or train.mode == "lora"
         self.shards = layout.sharing[0].size if self.zero else 1
         self.expert_shards = layout.experts_sharing[0].size if self.zero else 1
         self.moments = values = _OPTIMIZER_VALUES[train.optimizer]
         precision = framework.state_precision if e < 4 else "training"
+        if stored and precision != "mixed":
+            precision = "fp32" if stored > e else "training"
         self.low = e  # bytes of a weight as the matmuls read it
         self.weights = self.gradients = 4.0 if precision == "fp32" else e
         self.moment = self.weights  # bytes of one value that the optimizer keeps

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lumos.memory.memory import GIB, Memory
+from lumos.memory.memory import Memory
+from lumos.memory.stage_walk import GIB
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
 from lumos.program.operators import Collective, Operator

@@ -31,8 +31,10 @@ from typing import NamedTuple
 
 from lumos.data_files import read_table
 from lumos.described.described import Program
-from lumos.memory.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
+from lumos.memory.memory import Memory, reserve_of
+from lumos.memory.stage_walk import GIB, StageFacts, StageMemory
 from lumos.program.op import Op
+from lumos.program.sharding import Parameters, Sharding
 from lumos.read.op_columns import OpType, RankOps
 from lumos.setup.setup import Setup
 from lumos.traced.sizes import Sizes
@@ -296,52 +298,29 @@ def _temporaries(ops: RankOps) -> str:
 
 
 # ---------------------------------------------------------------------- one stage
-class _Stage:
-    """One stage of the pipeline: its segments, what it holds throughout, and every moment that may be the worst."""
+class _Stage(StageFacts):
+    """One stage of the pipeline: its segments, and every moment that may be the worst."""
 
     def __init__(self, parts: _Parts, program: Program, index: int) -> None:
-        self.parts, self.setup, self.framework = parts, program.setup, program.framework
-        self.sharding, self.counts = program.sharding, program.in_flight(index)
-        self.chunks = chunks = program.chunks[index]
+        self.parts, chunks = parts, program.chunks[index]
         starts = list(accumulate(program.layers, initial=0))
-        placement = program.schedule.placement(self.setup.parallel.pp, self.setup.parallel.vpp)[index]
+        placement = program.schedule.placement(program.setup.parallel.pp, program.setup.parallel.vpp)[index]
         firsts = [(starts[virtual], chunk.layers) for virtual, chunk in zip(placement, chunks, strict=True)]
-        blocks = [block for start, count in firsts
-                  for block in parts.blocks[start : start + count] or parts.blocks[:count]]  # fmt: skip
+        self.blocks = [block for start, count in firsts
+                       for block in parts.blocks[start : start + count] or parts.blocks[:count]]  # fmt: skip
         first = [parts.first] if any(chunk.first for chunk in chunks) else []
         last = [parts.last] if any(chunk.last for chunk in chunks) else []
-        self.order, self.root = [*first, *blocks, *last], [*first, *last]
-        self.blocks, self.has_last = blocks, bool(last)
-        self.recomputes = self.setup.train.recompute == "full"
-        self.is_sharded = self.sharding.zero >= 3 and self.sharding.shards > 1
-        self.is_replicated = self.framework.gradient_buckets and self.sharding.replicas > 1 and self.sharding.zero < 2
-        self.trained = sum(segment.trained for segment in self.order)
-        self.frozen = sum(segment.frozen for segment in self.order)
-
-    # ------------------------------------------------------------------ what is there all the time
-    @property
-    def weights(self) -> float:
-        divided = self.sharding.shards if self.is_sharded else 1
-        return (self.parts.state_element * self.trained + self.parts.element * self.frozen) / divided
-
-    @property
-    def gradients(self) -> float:
-        return self.parts.state_element * self.trained / (self.sharding.shards if self.sharding.zero >= 2 else 1)
-
-    @property
-    def state(self) -> float:
-        each, moments = self.sharding.state_bytes, self.sharding.moments
-        moment = self.sharding.moment if each.master_weights else self.parts.state_element
-        more = self.setup.train.optimizer == "muon"  # embedding and head are left to Adam, with a moment more
-        kept = (each.master_weights + moment * moments) * self.trained
-        return (kept + more * moment * sum(segment.trained for segment in self.root)) / self.sharding.shards
-
-    @property
-    def always(self) -> float:
-        """Buckets of DistributedDataParallel, or weights that stay gathered."""
-        if self.is_replicated:
-            return self.parts.element * self.trained
-        return self.whole(*self.root) if self.is_sharded else 0.0
+        self.order, self.root = [*first, *self.blocks, *last], [*first, *last]
+        frozen = sum(segment.frozen for segment in self.order)
+        sharding = Sharding(program.layout, parts.element, parts.state_element, frozen=frozen > 0)
+        trained = sum(segment.trained for segment in self.order)
+        parameters = Parameters(frozen, 0.0, trained) if sharding.frozen else Parameters(trained, 0.0)
+        ends = sum(segment.frozen if sharding.frozen else segment.trained for segment in self.root)
+        more = program.setup.train.optimizer == "muon"  # embedding and head are left to Adam, with a moment more
+        vectors = sum(segment.trained for segment in self.root) if more else 0.0
+        super().__init__(program, index, sharding, parameters, ends, vectors)
+        self.recomputes = program.setup.train.recompute == "full"
+        self.is_sharded = sharding.gathers == "every pass"
 
     @property
     def stays(self) -> bool:
@@ -349,7 +328,8 @@ class _Stage:
 
         Of DistributedDataParallel this is measured: its peak is the same with and without accumulation.
         """
-        return self.parts.adds or self.is_replicated or self.setup.train.microbatches > max(self.counts)
+        buffer = self.has_buckets or self.framework.gradient_buffer_fp32
+        return self.parts.adds or buffer or self.rounds > self.most
 
     def whole(self, *segments: Segment) -> float:
         """Bytes of gathered weights, as they are computed with."""
@@ -376,50 +356,48 @@ class _Stage:
             segment = self.order[place]
             before -= self.kept(segment)
             gathered = 2 * self.whole(segment) if self.is_sharded and segment.is_block else 0.0
-            there = self.gradients if self.stays else 0.0
-            yield self._memory("forward", there, before + segment.forward, gathered)
+            yield self._held("forward", self._there(0.0), before + segment.forward, gathered)
             if self.is_sharded:
                 yield from self._sharded_backward(place, before, done)
                 done += segment.trained if segment.is_block else 0.0
             else:
-                yield from self._backward(segment, before, done)
+                for moment in segment.moments:
+                    there = self._there(done, moment.gradients)
+                    yield self._held("backward", there, before + moment.activations)
                 done += segment.trained
 
-    def _memory(self, phase: str, gradients: float, activations: float, buffers: float) -> StageMemory:
-        workspaces = workspaces_of(self.setup.cluster.gpu)
-        buffers += self.always
-        return StageMemory(phase, self.weights, gradients, self.state, activations, buffers, workspaces)
+    def _held(self, phase: str, gradients: float, activations: float, buffers: float = 0.0) -> StageMemory:
+        return self.memory(phase, gradients, activations, self.always + buffers)
 
-    def _backward(self, segment: Segment, before: float, done: float) -> Iterator[StageMemory]:
-        """While gradients come; `done` counts parameters of the segments that have theirs."""
-        for moment in segment.moments:
-            there = self.gradients if self.stays else self.parts.state_element * done + moment.gradients
-            yield self._memory("backward", there, before + moment.activations, 0.0)
+    def _there(self, done: float, begun: float = 0.0) -> float:
+        """Gradients of the parameters that have theirs, and those of the segment at work, still whole."""
+        sharding = self.sharding
+        divided = sharding.shards if sharding.zero >= 2 else 1
+        return self.states.gradients if self.stays else sharding.gradients * done / divided + begun
 
     def _sharded_backward(self, place: int, before: float, done: float) -> Iterator[StageMemory]:
-        """Likewise, with whole gradients on their way; those outside the blocks are divided at the very end."""
+        """While gradients come that are whole on their way; those outside the blocks are divided at the very end."""
         segment = self.order[place]
         ahead = sum(self.whole(other) for other in self.order[max(place - 1, 0) : place] if other.is_block)
         behind = sum(self.whole(other) for other in self.order[place + 1 : place + 2] if other.is_block)
         share = self.framework.reduce_bytes / self.parts.element
-        head = self.parts.element * self.parts.last.trained if self.has_last and segment is not self.parts.last else 0.0
-        there = self.gradients if self.stays else self.parts.state_element * done / self.sharding.shards
-        gathered = ahead + (self.whole(segment) if segment.is_block else 0.0)
+        head = self.parts.element * self.parts.last.trained if self.last and segment is not self.parts.last else 0.0
+        there, gathered = self._there(done), ahead + (self.whole(segment) if segment.is_block else 0.0)
         for moment in segment.moments:
             buffers = moment.begun * gathered + share * behind + moment.gradients + head
-            yield self._memory("backward", there, before + moment.activations, buffers)
+            yield self._held("backward", there, before + moment.activations, buffers)
         if segment.is_block:
             own = self.parts.element * segment.trained
-            yield self._memory("reduce", there, before, own * (1 + share) + ahead + head)
+            yield self._held("reduce", there, before, own * (1 + share) + ahead + head)
         elif place == 0:
             own = self.parts.element * sum(part.trained for part in self.root)
-            yield self._memory("reduce", there, before, own * (1 + share) - self.always)
+            yield self._held("reduce", there, before, own * (1 + share) - self.gathered)
 
     def _update(self) -> StageMemory:
         """The optimizer, with what it makes for itself: roots of all second moments, or of one after another."""
-        each, extra = self.parts.state_element / self.sharding.shards, 0.0
+        each, extra = self.parts.state_element / self.sharding.shards, self.half_gradients - self.gathered
         if self.parts.temporaries == "all":
-            extra = each * self.trained
+            extra += each * self.trained
         elif self.parts.temporaries == "one":
-            extra = 2 * ceil(each * max(segment.widest for segment in self.order))
-        return self._memory("optimizer", self.gradients, 0.0, extra - (self.always if self.is_sharded else 0.0))
+            extra += 2 * ceil(each * max(segment.widest for segment in self.order))
+        return self._held("optimizer", self.states.gradients, 0.0, extra)
