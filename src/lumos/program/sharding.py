@@ -290,6 +290,11 @@ class Sharding:
             return common + experts + adapters
         return (common + adapters) / self.shards + experts / self.expert_shards
 
+    def gradient_bytes(self, parameters: Parameters) -> float:
+        """Bytes of their gradients that a rank holds on the GPU, once ZeRO has divided them."""
+        divided = self.zero >= 2
+        return self.gradients * (self.stays * self.updated(parameters) if divided else sum(self.trained(parameters)))
+
     @property
     def stays(self) -> float:
         """The share of the optimizer's state that is on the GPU, not on the host."""
@@ -308,11 +313,10 @@ class Sharding:
         Gradients that ZeRO divides go to the host together with the state (ZeRO-Offload, FSDP); those that it does not
         divide stay in their buffer (Megatron).
         """
-        divided = self.stays * self.updated(parameters)
         return States(
             0.0 if self.offloads_weights else self._weight_bytes(parameters, root),
-            self.gradients * (divided if self.zero >= 2 else sum(self.trained(parameters))),
-            self.optimizer * divided + self.moment * self.stays * vectors / self.shards,
+            self.gradient_bytes(parameters),
+            self.optimizer * self.stays * self.updated(parameters) + self.moment * self.stays * vectors / self.shards,
         )
 
     def _weight_bytes(self, parameters: Parameters, root: float) -> float:

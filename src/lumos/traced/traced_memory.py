@@ -11,11 +11,6 @@ put around them:
 | buffers | gathered weights and gradients on their way (FSDP), buckets (DDP), temporaries of the optimizer |
 | framework | cuBLAS workspaces |
 
-FSDP2 holds: parameters outside the blocks gathered from the forward pass to the end of the backward pass, and their
-gradients whole until then; the weights of the block at work; in the backward pass those of the next block, gathered
-ahead; whole gradients of the block at work, and the previous block's on their way to being divided. What is gathered
-ahead comes with the first gradient that enters the model, so not while a loss outside the model runs backward.
-
 The peak is the most over all blocks, forward and backward, and the update. Selective recomputation is taken for none:
 what it recomputes is inside fused attention.
 """
@@ -26,13 +21,23 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
 
 from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.memory.memory import Memory, reserve_of
-from lumos.memory.stage_walk import GIB, StageFacts, StageMemory
+from lumos.memory.stage_walk import (
+    AFTER,
+    BEFORE,
+    GIB,
+    LAYER,
+    BlockMemory,
+    Moment,
+    StageBlocks,
+    StageMemory,
+    stage_walk,
+)
 from lumos.program.op import Op
 from lumos.program.sharding import Parameters, Sharding
 from lumos.read.op_columns import OpType, RankOps
@@ -43,42 +48,34 @@ from lumos.traced.tensor_lifetimes import Tape, TensorLife, tape_of
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 
 
-class Moment(NamedTuple):
-    """Of the backward pass of a segment."""
-
-    activations: float  # beyond what earlier segments keep
-    gradients: float  # of its parameters, so far
-    begun: bool  # the backward pass has reached the model, and is not in a loss outside it
-
-
-class Segment(NamedTuple):
-    """A block, or what comes before or behind all blocks; bytes of one micro-batch in the other setup."""
-
-    kept: float  # between its forward and its backward pass
-    boundary: float  # of that, what recomputation keeps: what the next block reads
-    forward: float  # most while it runs, beyond what earlier segments keep
-    trained: float  # elements of its parameters, not divided by ZeRO
-    frozen: float  # likewise, of those without gradients
-    widest: float  # elements of the largest parameter
-    is_block: bool
-    moments: tuple[Moment, ...]
-
-    @property
-    def parameters(self) -> float:
-        return self.trained + self.frozen
-
-
 @dataclass(frozen=True)
 class _Parts:
     """All segments of a traced run in the setup that is asked for."""
 
-    first: Segment
-    blocks: tuple[Segment, ...]
-    last: Segment
-    element: float  # bytes of a parameter as it is computed with
-    state_element: float  # of a parameter as it is stored
+    first: BlockMemory
+    layers: tuple[BlockMemory, ...]
+    last: BlockMemory
+    computed: float  # bytes of a parameter as it is computed with
+    stored: float  # of a parameter as it is stored
     temporaries: str  # of the update: none, all, one
     adds: bool  # gradients are there before the first backward pass
+
+    def of(self, program: Program, stage: int) -> StageBlocks:
+        """Those of one stage."""
+        starts = list(accumulate(program.layers, initial=0))
+        placement = program.schedule.placement(program.setup.parallel.pp, program.setup.parallel.vpp)[stage]
+        chunks = []
+        for virtual, chunk in zip(placement, program.chunks[stage], strict=True):
+            layers = self.layers[starts[virtual] :][: chunk.layers] or self.layers[: chunk.layers]
+            blocks = (*[self.first] * chunk.first, *layers, *[self.last] * chunk.last)
+            chunks.append([(block, 1) for block in blocks])
+        every = (self.first, *self.layers, self.last)
+        frozen = any(block.parameters.adapters for block in every)
+        sharding = Sharding(program.layout, self.computed, self.stored, frozen)
+        more = program.setup.train.optimizer == "muon"  # embedding and head are left to Adam, with a moment more
+        ends = (block for chunk in chunks for block, _ in chunk if block.place != LAYER)
+        vectors = sum(sum(sharding.trained(block.parameters)) for block in ends) if more else 0.0
+        return StageBlocks(chunks, sharding, vectors, self.temporaries, self.adds)
 
 
 def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = None) -> Memory | None:
@@ -112,10 +109,7 @@ def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = N
 def _stages(parts: _Parts, setup: Setup) -> tuple[StageMemory, ...]:
     """Every stage of the pipeline at its own worst moment."""
     program = Program(setup)
-    return tuple(
-        max(_Stage(parts, program, index).moments(), key=lambda memory: memory.peak)
-        for index in range(setup.parallel.pp)
-    )
+    return tuple(stage_walk(program, stage, parts.of(program, stage)) for stage in range(setup.parallel.pp))
 
 
 # ---------------------------------------------------------------------- segments
@@ -123,13 +117,13 @@ def _parts(tape: Tape, ops: RankOps, traced: Setup, target: Setup) -> _Parts:
     sizes = Sizes(traced, target)
     bytes_of = _bytes(tape, sizes)
     segments = _segments(tape, bytes_of, sizes)
-    element = float(max(gradient.info.element for gradient in tape.gradients))
+    computed = float(max(gradient.info.element for gradient in tape.gradients))
     return _Parts(
         first=segments[0],
-        blocks=_repeated(segments[1:-1], tape.signatures, traced.model.layers, target.model.layers),
+        layers=_repeated(segments[1:-1], tape.signatures, traced.model.layers, target.model.layers),
         last=segments[-1],
-        element=element,
-        state_element=max(element, _gathered_from(ops)),
+        computed=computed,
+        stored=max(computed, _gathered_from(ops)),
         temporaries=_temporaries(ops),
         adds=tape.adds,
     )
@@ -150,28 +144,29 @@ def _bytes(tape: Tape, sizes: Sizes) -> dict[int, float]:
     return found
 
 
-def _segments(tape: Tape, bytes_of: dict[int, float], sizes: Sizes) -> list[Segment]:
+def _segments(tape: Tape, bytes_of: dict[int, float], sizes: Sizes) -> list[BlockMemory]:
     """Walks over the tape once, with the bytes that are alive at every moment."""
     count = tape.blocks + 2
     alive, parameters = _alive(tape, bytes_of), _parameters(tape, sizes)
-    kept, boundary = [0.0] * count, [0.0] * count
+    kept = [0.0] * count
     for tensor in tape.tensors:
         if tensor.born < tape.middle <= tensor.dies:
             kept[tensor.segment] += bytes_of[id(tensor)]
-    for segment, tensor in _boundaries(tape).items():
-        boundary[segment] = bytes_of[id(tensor)]
+    boundary = {segment: bytes_of[id(tensor)] for segment, tensor in _boundaries(tape).items()}
     surplus = _saved_on_keys(sizes, float(parameters[0].bytes / max(parameters[0].elements, 1.0)))
     found = []
     for segment in range(count):
-        before = sum(kept[:segment])
-        less = surplus if 0 < segment <= tape.blocks else 0.0
+        place = BEFORE if segment == 0 else LAYER if segment <= tape.blocks else AFTER
+        before, less = sum(kept[:segment]), surplus if place == LAYER else 0.0
         own = [parameter for parameter in parameters if parameter.segment == segment]
         forward = [alive[t] - before for t in range(tape.middle) if tape.when[t] == segment]
+        trained, widest = sum(p.elements for p in own), max((p.elements for p in own), default=0.0)
+        frozen = Parameters(_frozen(tape, segment, sizes), 0.0, trained)
+        recomputes = place == LAYER and sizes.after.train.recompute == "full"
         found.append(
-            Segment(
-                kept[segment] - less, boundary[segment], max(forward, default=0.0) - less,
-                sum(p.elements for p in own), _frozen(tape, segment, sizes),
-                max((p.elements for p in own), default=0.0), 0 < segment <= tape.blocks,
+            BlockMemory(
+                place, boundary.get(segment, 0.0) if recomputes else kept[segment] - less,
+                max(forward, default=0.0) - less, frozen if tape.frozen else Parameters(trained, 0.0), widest,
                 tuple(_moments(tape, segment, [size - before - less for size in alive], own)),
             )
         )  # fmt: skip
@@ -262,8 +257,8 @@ def _saved_on_keys(sizes: Sizes, element: float) -> float:
 
 
 def _repeated(
-    blocks: Sequence[Segment], signatures: Sequence[tuple[str, ...]], before: int, after: int
-) -> tuple[Segment, ...]:
+    blocks: Sequence[BlockMemory], signatures: Sequence[tuple[str, ...]], before: int, after: int
+) -> tuple[BlockMemory, ...]:
     """As many blocks as the other model has: those of the usual kind are repeated or left out, in the middle."""
     wanted = max(1, round(len(blocks) * after / before))
     usual = max(set(signatures), key=list(signatures).count) if signatures else ()
@@ -295,109 +290,3 @@ def _temporaries(ops: RankOps) -> str:
     if "aten::_foreach_sqrt" in names:
         return "all"
     return "one" if "aten::sqrt" in names else "none"
-
-
-# ---------------------------------------------------------------------- one stage
-class _Stage(StageFacts):
-    """One stage of the pipeline: its segments, and every moment that may be the worst."""
-
-    def __init__(self, parts: _Parts, program: Program, index: int) -> None:
-        self.parts, chunks = parts, program.chunks[index]
-        starts = list(accumulate(program.layers, initial=0))
-        placement = program.schedule.placement(program.setup.parallel.pp, program.setup.parallel.vpp)[index]
-        firsts = [(starts[virtual], chunk.layers) for virtual, chunk in zip(placement, chunks, strict=True)]
-        self.blocks = [block for start, count in firsts
-                       for block in parts.blocks[start : start + count] or parts.blocks[:count]]  # fmt: skip
-        first = [parts.first] if any(chunk.first for chunk in chunks) else []
-        last = [parts.last] if any(chunk.last for chunk in chunks) else []
-        self.order, self.root = [*first, *self.blocks, *last], [*first, *last]
-        frozen = sum(segment.frozen for segment in self.order)
-        sharding = Sharding(program.layout, parts.element, parts.state_element, frozen=frozen > 0)
-        trained = sum(segment.trained for segment in self.order)
-        parameters = Parameters(frozen, 0.0, trained) if sharding.frozen else Parameters(trained, 0.0)
-        ends = sum(segment.frozen if sharding.frozen else segment.trained for segment in self.root)
-        more = program.setup.train.optimizer == "muon"  # embedding and head are left to Adam, with a moment more
-        vectors = sum(segment.trained for segment in self.root) if more else 0.0
-        super().__init__(program, index, sharding, parameters, ends, vectors)
-        self.recomputes = program.setup.train.recompute == "full"
-        self.is_sharded = sharding.gathers == "every pass"
-
-    @property
-    def stays(self) -> bool:
-        """Gradients are there before the backward pass: an earlier micro-batch left them, or the buckets hold them.
-
-        Of DistributedDataParallel this is measured: its peak is the same with and without accumulation.
-        """
-        buffer = self.has_buckets or self.framework.gradient_buffer_fp32
-        return self.parts.adds or buffer or self.rounds > self.most
-
-    def whole(self, *segments: Segment) -> float:
-        """Bytes of gathered weights, as they are computed with."""
-        return self.parts.element * sum(segment.parameters for segment in segments)
-
-    def kept(self, segment: Segment) -> float:
-        return segment.boundary if self.recomputes and segment.is_block else segment.kept
-
-    def _in_flight(self) -> float:
-        """What all micro-batches keep that the stage holds of its chunks."""
-        total, start = 0.0, 0
-        for chunk, count in zip(self.chunks, self.counts, strict=True):
-            total += count * sum(map(self.kept, self.blocks[start : start + chunk.layers]))
-            total += count * (chunk.first * self.kept(self.parts.first) + chunk.last * self.kept(self.parts.last))
-            start += chunk.layers
-        return total
-
-    # ------------------------------------------------------------------ moments
-    def moments(self) -> Iterator[StageMemory]:
-        """Every segment forward and backward, and the update."""
-        yield self._update()
-        before, done = self._in_flight(), 0.0
-        for place in range(len(self.order) - 1, -1, -1):
-            segment = self.order[place]
-            before -= self.kept(segment)
-            gathered = 2 * self.whole(segment) if self.is_sharded and segment.is_block else 0.0
-            yield self._held("forward", self._there(0.0), before + segment.forward, gathered)
-            if self.is_sharded:
-                yield from self._sharded_backward(place, before, done)
-                done += segment.trained if segment.is_block else 0.0
-            else:
-                for moment in segment.moments:
-                    there = self._there(done, moment.gradients)
-                    yield self._held("backward", there, before + moment.activations)
-                done += segment.trained
-
-    def _held(self, phase: str, gradients: float, activations: float, buffers: float = 0.0) -> StageMemory:
-        return self.memory(phase, gradients, activations, self.always + buffers)
-
-    def _there(self, done: float, begun: float = 0.0) -> float:
-        """Gradients of the parameters that have theirs, and those of the segment at work, still whole."""
-        sharding = self.sharding
-        divided = sharding.shards if sharding.zero >= 2 else 1
-        return self.states.gradients if self.stays else sharding.gradients * done / divided + begun
-
-    def _sharded_backward(self, place: int, before: float, done: float) -> Iterator[StageMemory]:
-        """While gradients come that are whole on their way; those outside the blocks are divided at the very end."""
-        segment = self.order[place]
-        ahead = sum(self.whole(other) for other in self.order[max(place - 1, 0) : place] if other.is_block)
-        behind = sum(self.whole(other) for other in self.order[place + 1 : place + 2] if other.is_block)
-        share = self.framework.reduce_bytes / self.parts.element
-        head = self.parts.element * self.parts.last.trained if self.last and segment is not self.parts.last else 0.0
-        there, gathered = self._there(done), ahead + (self.whole(segment) if segment.is_block else 0.0)
-        for moment in segment.moments:
-            buffers = moment.begun * gathered + share * behind + moment.gradients + head
-            yield self._held("backward", there, before + moment.activations, buffers)
-        if segment.is_block:
-            own = self.parts.element * segment.trained
-            yield self._held("reduce", there, before, own * (1 + share) + ahead + head)
-        elif place == 0:
-            own = self.parts.element * sum(part.trained for part in self.root)
-            yield self._held("reduce", there, before, own * (1 + share) - self.gathered)
-
-    def _update(self) -> StageMemory:
-        """The optimizer, with what it makes for itself: roots of all second moments, or of one after another."""
-        each, extra = self.parts.state_element / self.sharding.shards, self.half_gradients - self.gathered
-        if self.parts.temporaries == "all":
-            extra += each * self.trained
-        elif self.parts.temporaries == "one":
-            extra += 2 * ceil(each * max(segment.widest for segment in self.order))
-        return self._held("optimizer", self.states.gradients, 0.0, extra)
