@@ -245,42 +245,31 @@ class Program:
         return Repeated((*key, phase), half, count)
 
     # ------------------------------------------------------------------ what it keeps
-    @cached_property
-    def dense_memory(self) -> LayerMemory:
-        """Of one dense layer and one micro-batch; where only some are recomputed, of one of those."""
-        return self._grouped(sparse=False)
+    def layer_memory(self, sparse: bool, again: bool = True) -> LayerMemory:
+        """Of one layer and one micro-batch; `again`: of one that is recomputed, where the setup recomputes any.
 
-    @cached_property
-    def sparse_memory(self) -> LayerMemory:
-        """Of one layer with experts and one micro-batch; likewise."""
-        return self._grouped(sparse=True)
-
-    def plain_memory(self, sparse: bool) -> LayerMemory:
-        """Of a layer that nothing is recomputed of."""
-        return _layer_memory(self._keyed, sparse, "none")
-
-    def _grouped(self, sparse: bool) -> LayerMemory:
-        """Layers that are recomputed together are all there while the last of them goes back."""
+        Layers that are recomputed together are all there while the last of them goes back.
+        """
         train = self.setup.train
-        memory = _layer_memory(self._keyed, sparse, train.recompute)
-        together = min(train.recompute_group, max(self.layers)) if train.recompute == "full" else 1
+        memory = _layer_memory(self._keyed, sparse, train.recompute if again else "none")
+        together = min(train.recompute_group, max(self.layers)) if again and train.recompute == "full" else 1
         if together <= 1:
             return memory
-        return memory._replace(backward=memory.backward + (together - 1) * self.plain_memory(sparse).kept)
+        return memory._replace(backward=memory.backward + (together - 1) * self.layer_memory(sparse, False).kept)
 
     @cached_property
     def _keyed(self) -> _KeyedLayout:
         return _KeyedLayout(self.layout)
 
     @cached_property
-    def _ends(self) -> tuple[float, float]:
+    def end_bytes(self) -> tuple[float, float]:
         return _end_bytes(self._keyed)
 
     def kept_bytes(self, chunk: Chunk) -> float:
         """What one micro-batch keeps of a chunk between its forward and its backward pass, on the GPU."""
         kept = (1 - self.offloaded_share) * self._layers_keep(chunk)
-        kept += self._ends[0] if chunk.first else 0.0
-        return kept + (self._ends[1] if chunk.last else 0.0)
+        kept += self.end_bytes[0] if chunk.first else 0.0
+        return kept + (self.end_bytes[1] if chunk.last else 0.0)
 
     @cached_property
     def offloaded_share(self) -> float:
@@ -293,18 +282,13 @@ class Program:
 
     def _layers_keep(self, chunk: Chunk) -> float:
         """Wherever it is."""
-        dense, sparse = recomputed_layers(self.setup.train, chunk)
-        kept = self._inputs(dense) * self.dense_memory.kept if dense else 0.0
-        kept += self._inputs(sparse) * self.sparse_memory.kept if sparse else 0.0
-        return kept + self.plain_kept_bytes(chunk)
+        kept, some = 0.0, recomputed_layers(self.setup.train, chunk)
+        for sparse, layers, again in zip((False, True), chunk, some, strict=False):
+            kept += self.inputs(again) * self.layer_memory(sparse).kept if again else 0.0
+            kept += (layers - again) * self.layer_memory(sparse, False).kept if layers > again else 0.0
+        return kept
 
-    def plain_kept_bytes(self, chunk: Chunk) -> float:
-        """What those layers keep of which nothing is recomputed."""
-        dense, sparse = recomputed_layers(self.setup.train, chunk)
-        kept = (chunk.dense - dense) * self.plain_memory(False).kept if chunk.dense > dense else 0.0
-        return kept + ((chunk.sparse - sparse) * self.plain_memory(True).kept if chunk.sparse > sparse else 0.0)
-
-    def _inputs(self, layers: int) -> int:
+    def inputs(self, layers: int) -> int:
         """Of so many recomputed layers, those whose input is kept: one of every group."""
         train = self.setup.train
         return -(-layers // train.recompute_group) if train.recompute == "full" else layers

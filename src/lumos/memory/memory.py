@@ -1,16 +1,4 @@
-"""Memory: what the ranks of every pipeline stage hold at their worst moment, and whether it fits.
-
-A stage may need most at one of four moments:
-
-| phase | held besides weights and optimizer state |
-|---|---|
-| loss | activations of all micro-batches in flight, the logits and what the loss makes of them (last stage) |
-| backward | the same activations, and what the backward pass of the first layer to go adds |
-| last layer | all gradients but those of this layer and the embedding, and one layer's activations |
-| optimizer | all gradients, no activations |
-
-Between the second and the third, activations go as gradients come, layer by layer: the worst is at an end.
-"""
+"""Memory: what the ranks of every pipeline stage hold at their worst moment, and whether it fits."""
 
 from __future__ import annotations
 
@@ -20,12 +8,21 @@ from functools import cached_property
 
 from lumos.data_files import read_table
 from lumos.described.described import Program
-from lumos.described.layer import LayerMemory
-from lumos.memory.stage_walk import GIB, MIB, StageFacts, StageMemory
-from lumos.program.sharding import recomputed_layers, recomputes_every
+from lumos.memory.stage_walk import (
+    AFTER,
+    BEFORE,
+    GIB,
+    LAYER,
+    MIB,
+    BlockMemory,
+    Moment,
+    Runs,
+    StageBlocks,
+    StageMemory,
+    stage_walk,
+)
+from lumos.program.sharding import Chunk, Parameters, recomputed_layers, recomputes_every
 from lumos.setup.setup import Setup
-
-_NOTHING = LayerMemory(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,6 @@ class Memory:
         return [{"stage": index, "phase": stage.phase, **_in_gib(stage)} for index, stage in enumerate(self.stages)]
 
 
-def _needs(layer: LayerMemory) -> float:
-    return layer.kept + layer.backward
-
-
 def _in_gib(stage: StageMemory) -> dict[str, float]:
     parts = zip(StageMemory._fields[1:], stage[1:], strict=True)
     return {"peak": stage.peak / GIB, **{name: value / GIB for name, value in parts}}
@@ -105,13 +98,75 @@ def _fragmented(peak: float) -> float:
 
 
 class _Stages:
-    """What all stages of a program have in common."""
+    """The stages of a program that a setup states, and the blocks of their chunks."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.layout = program, program.layout
         self.framework, self.sharding = program.framework, program.sharding
-        self.logits = float(self.layout.tokens * self.layout.vocab)
-        self.logit_bytes = self._logit_bytes()
+        self._known: dict[tuple[bool, int], BlockMemory] = {}  # layers, by kind and how many are recomputed
+
+    def memory(self, stage: int) -> StageMemory:
+        """The worst moment of one stage."""
+        chunks = [self._runs(chunk) for chunk in self.program.chunks[stage]]
+        every, vectors = self.program.stage_parameters(stage), self.program.vectors(stage)
+        return stage_walk(self.program, stage, StageBlocks(chunks, self.sharding, every, vectors))
+
+    def worst(self) -> tuple[int, StageMemory]:
+        """The stage that needs most; of stages that hold the same layers, the first where it has most in flight."""
+        program = self.program
+        stages = dict.fromkeys(program.like) if program.schedule.first_holds_most else range(len(program.chunks))
+        return max(((index, self.memory(index)) for index in stages), key=lambda found: found[1].peak)
+
+    def _runs(self, chunk: Chunk) -> Runs:
+        """The blocks of a chunk. The first layers of each kind are recomputed, or every n-th."""
+        train = self.program.setup.train
+        runs = [(self._embedding(), 1)] if chunk.first else []
+        for sparse, layers, again in zip((False, True), chunk, recomputed_layers(train, chunk), strict=False):
+            plain = layers - again
+            if again and recomputes_every(train) > 1:
+                between = plain // again
+                runs += [(self._layer(sparse, 0), between), (self._layer(sparse, again), 1)] * again
+                plain -= between * again
+            elif again:
+                runs.append((self._layer(sparse, again), again))
+            if plain:
+                runs.append((self._layer(sparse, 0), plain))
+        return [*runs, (self._head(chunk.predicts), 1)] if chunk.last else runs
+
+    def _layer(self, sparse: bool, again: int) -> BlockMemory:
+        """A layer without recomputation, or one of so many with it."""
+        if (sparse, again) not in self._known:
+            self._known[sparse, again] = self._new_layer(sparse, again)
+        return self._known[sparse, again]
+
+    def _new_layer(self, sparse: bool, again: int) -> BlockMemory:
+        program, sharding, layout = self.program, self.sharding, self.layout
+        memory = program.layer_memory(sparse, again > 0)
+        inputs = program.inputs(again) / again if again else 1.0
+        parameters = program.parameters.of_layer(sparse)
+        fused = self.framework.fused_accumulation or sharding.frozen
+        matrix = 0.0 if fused else sharding.low * layout.model.hidden * (layout.model.ffn // layout.parallel.tp)
+        on_gpu = 1 - program.offloaded_share
+        held = memory.kept + (on_gpu * memory.kept if program.offloaded_share else 0.0)  # the next is fetched ahead
+        moments = [Moment(held + memory.backward, buffers=matrix)]
+        if sparse and not sharding.frozen:  # by the time attention goes back, the experts have their gradients
+            size = sharding.gradients if sharding.gathers == "never" else sharding.low
+            moments.append(Moment(held + memory.attention, size * parameters.experts, buffers=matrix))
+        kept = on_gpu * inputs * memory.kept
+        return BlockMemory(LAYER, kept, 0.0, parameters, 0.0, tuple(moments))
+
+    def _embedding(self) -> BlockMemory:
+        parameters, kept = self.program.parameters, self.program.end_bytes[0]
+        return BlockMemory(BEFORE, kept, 0.0, Parameters(parameters.embedding + parameters.positions, 0.0), 0.0, ())
+
+    def _head(self, predicts: int) -> BlockMemory:
+        """Final norm, output matrix and loss. Log-probabilities of micro-batches whose loss is known stay."""
+        parameters, kept = self.program.parameters, self.program.end_bytes[1]
+        logits = float(self.layout.tokens * self.layout.vocab)
+        of_one = self._logit_bytes() + (self.framework.kept_logit_bytes if self.program.rounds > 1 else 0.0)
+        own = parameters.output + parameters.final_norm + predicts * parameters.predictor
+        loss = Moment(kept, begun=False, buffers=of_one * logits)
+        return BlockMemory(AFTER, kept + 4.0 * logits, 0.0, Parameters(own, 0.0), 0.0, (loss,))
 
     def _logit_bytes(self) -> float:
         """Of one logit between the loss and its backward pass."""
@@ -120,144 +175,3 @@ class _Stages:
         if self.layout.train.compile and framework.compiled_logit_bytes < by_loss["eager"]:
             return float(framework.compiled_logit_bytes or by_loss["compiled"])
         return float(framework.logit_bytes or by_loss["divided" if divided else framework.loss])
-
-    def memory(self, index: int) -> StageMemory:
-        """The worst moment of one stage."""
-        return max(_Stage(self, index).phases(), key=lambda memory: memory.peak)
-
-    def worst(self) -> tuple[int, StageMemory]:
-        """The stage that needs most; of stages that hold the same layers, the first where it has most in flight."""
-        program = self.program
-        stages = dict.fromkeys(program.like) if program.schedule.first_holds_most else range(len(program.chunks))
-        return max(((index, self.memory(index)) for index in stages), key=lambda found: found[1].peak)
-
-
-class _Stage(StageFacts):
-    """One stage of a program."""
-
-    def __init__(self, common: _Stages, index: int) -> None:
-        program, parameters = common.program, common.program.parameters
-        self.common, self.train = common, program.setup.train
-        ends = sum(
-            parameters.embedding * chunk.first + parameters.output * chunk.last for chunk in program.chunks[index]
-        )
-        super().__init__(program, index, common.sharding, program.stage_parameters(index), ends, program.vectors(index))
-        self.has_sparse = any(chunk.sparse for chunk in self.chunks)
-
-    def phases(self) -> list[StageMemory]:
-        """Every moment that may be the worst."""
-        common, sharding, gradients = self.common, self.common.sharding, self.states.gradients
-        layer, kept = self._layer(), self._kept()
-        # Gradients are there before the backward pass if a buffer holds them, or an earlier micro-batch left them.
-        most = self.most
-        stay = common.framework.gradient_buffer_fp32 or self.rounds > most
-        before = gradients if stay else 0.0
-        whole = not (stay or sharding.divides_gradients)
-        head = whole and self.last and not sharding.frozen
-        after = max(gradients - sharding.gradients * self._still_to_come(), 0.0) if whole else gradients
-        always, half = self.always, self.half_gradients
-        if sharding.replicas > 1:  # they lie in the buckets of DistributedDataParallel, which stay
-            always, half = always + half, 0.0
-        work = always + self._at_work()
-        one_left = kept * (most - 1) / most + layer.kept + layer.backward
-        begun = before + (sharding.gradients * common.program.parameters.output if head else 0.0)
-        phases = [
-            self.memory("backward", begun, kept + self._first_backward(layer), work),
-            self.memory("last layer", after, one_left, work + half),
-            self.memory("optimizer", gradients, 0.0, always + half + self._at_the_end()),
-        ]
-        if whole and not self.chunks[0].dense and not sharding.frozen:  # by then its experts have their gradients
-            parameters = common.program.parameters
-            to_come = parameters.sparse + (parameters.embedding if self.first else 0.0)
-            left = one_left - layer.backward + layer.attention
-            there = max(gradients - sharding.gradients * to_come, 0.0)
-            phases.append(self.memory("last layer", there, left, work + half))
-        if self.last:
-            phases.append(self.memory("loss", before, kept, always + self._loss()))
-        return phases
-
-    # ------------------------------------------------------------------ activations
-    def _kept(self) -> float:
-        """Of all micro-batches in flight."""
-        common, total = self.common, 0.0
-        for chunk, count in zip(self.chunks, self.counts, strict=True):
-            total += count * common.program.kept_bytes(chunk)
-            if chunk.last:
-                total += max(count - 1, 0) * 4.0 * common.logits  # log-probabilities of those whose loss is known
-        return total
-
-    def _layer(self) -> LayerMemory:
-        """The layer whose backward pass needs most."""
-        return max((*self._recomputed, *self._plain), key=_needs, default=_NOTHING)
-
-    def _first_backward(self, layer: LayerMemory) -> float:
-        """What the backward pass adds while nearly all activations are there.
-
-        Where the first layers of a stage are recomputed and the others are not, the others go back first: by the time
-        a recomputed layer is made anew, what they kept is free.
-        """
-        fetched = layer.kept if self.common.program.offloaded_share else 0.0  # from the host, ahead of its turn
-        if not (self._recomputed and self._plain) or recomputes_every(self.train) > 1:
-            return layer.backward + fetched
-        on_gpu = 1 - self.common.program.offloaded_share
-        free = on_gpu * min(self.common.program.plain_kept_bytes(chunk) for chunk in self.chunks)
-        again = max(self._recomputed, key=_needs).backward - free
-        return max(again, max(self._plain, key=_needs).backward) + fetched
-
-    @cached_property
-    def _recomputed(self) -> list[LayerMemory]:
-        """The kinds of layers that the stage recomputes."""
-        program, counts = self.common.program, [recomputed_layers(self.train, chunk) for chunk in self.chunks]
-        found = [program.dense_memory] if any(dense for dense, _ in counts) else []
-        return [*found, program.sparse_memory] if any(sparse for _, sparse in counts) else found
-
-    @cached_property
-    def _plain(self) -> list[LayerMemory]:
-        """The kinds of layers that it does not recompute."""
-        program = self.common.program
-        rest = [(chunk, recomputed_layers(self.train, chunk)) for chunk in self.chunks]
-        found = [program.plain_memory(False)] if any(chunk.dense > dense for chunk, (dense, _) in rest) else []
-        return [*found, program.plain_memory(True)] if any(chunk.sparse > n for chunk, (_, n) in rest) else found
-
-    # ------------------------------------------------------------------ gradients
-    def _still_to_come(self) -> float:
-        """Parameters without a gradient while the last layer runs backward: its own and the embedding's."""
-        parameters = self.common.program.parameters
-        if self.common.sharding.frozen:
-            return parameters.adapters
-        layer = parameters.dense if self.chunks[0].dense else parameters.sparse + parameters.experts
-        return layer + (parameters.embedding if self.first else 0.0)
-
-    # ------------------------------------------------------------------ buffers
-    def _at_work(self) -> float:
-        """Beside a layer's backward pass."""
-        common, sharding, layout = self.common, self.common.sharding, self.common.layout
-        total = 0.0
-        if not common.framework.fused_accumulation and not sharding.frozen:
-            total += sharding.low * layout.model.hidden * (layout.model.ffn // layout.parallel.tp)  # of one matrix
-        if sharding.gathers == "every pass":
-            # Weights of the layer at work and of the next, and gradients on their way to being divided.
-            parameters = common.program.parameters
-            experts = parameters.experts if sharding.expert_shards > 1 else 0.0
-            dense = parameters.dense if any(chunk.dense for chunk in self.chunks) else 0.0
-            unit = max(dense, parameters.sparse + experts if self.has_sparse else 0.0)
-            rest = self.divided - self.stay_gathered
-            gradients = 0.0 if sharding.frozen else sharding.low + common.framework.reduce_bytes
-            total += sharding.low * min(2 * unit, rest) + unit * gradients
-        return total
-
-    def _loss(self) -> float:
-        """For the logits of one micro-batch."""
-        common = self.common
-        before = common.framework.kept_logit_bytes if self.rounds > 1 else 0.0
-        return (common.logit_bytes + before) * common.logits
-
-    def _at_the_end(self) -> float:
-        """After the last backward pass."""
-        common, sharding = self.common, self.common.sharding
-        total = sharding.step * sharding.stays * sharding.updated(self.parameters) if sharding.optimizer else 0.0
-        if self.joins_outputs and self.last:
-            total = max(total, self.outputs)  # joined into one
-        if sharding.gathers == "every pass" and not sharding.frozen:
-            total = max(total, (sharding.low + common.framework.reduce_bytes) * self.ends)
-        return total

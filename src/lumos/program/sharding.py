@@ -154,6 +154,14 @@ class RankParameters:
         self.predictor = float(model.predictor_parameters)
         self.adapters = _adapters(layout) if layout.train.mode == "lora" else 0.0
 
+    def of_layer(self, sparse: bool) -> Parameters:
+        """One layer."""
+        return (
+            Parameters(self.sparse, self.experts, self.adapters)
+            if sparse
+            else Parameters(self.dense, 0.0, self.adapters)
+        )
+
     def of(self, chunks: tuple[Chunk, ...]) -> Parameters:
         """All that a stage holds."""
         dense = sparse = 0
@@ -290,10 +298,15 @@ class Sharding:
             return common + experts + adapters
         return (common + adapters) / self.shards + experts / self.expert_shards
 
+    def trained_number(self, parameters: Parameters) -> float:
+        """How many have gradients."""
+        return parameters.adapters if self.frozen else parameters.common + parameters.experts
+
     def gradient_bytes(self, parameters: Parameters) -> float:
         """Bytes of their gradients that a rank holds on the GPU, once ZeRO has divided them."""
-        divided = self.zero >= 2
-        return self.gradients * (self.stays * self.updated(parameters) if divided else sum(self.trained(parameters)))
+        if self.zero >= 2:
+            return self.gradients * self.stays * self.updated(parameters)
+        return self.gradients * self.trained_number(parameters)
 
     @property
     def stays(self) -> float:

@@ -67,15 +67,17 @@ class _Parts:
         chunks = []
         for virtual, chunk in zip(placement, program.chunks[stage], strict=True):
             layers = self.layers[starts[virtual] :][: chunk.layers] or self.layers[: chunk.layers]
-            blocks = (*[self.first] * chunk.first, *layers, *[self.last] * chunk.last)
-            chunks.append([(block, 1) for block in blocks])
+            row = (*[self.first] * chunk.first, *layers, *[self.last] * chunk.last)
+            chunks.append([(block, 1) for block in row])
         every = (self.first, *self.layers, self.last)
         frozen = any(block.parameters.adapters for block in every)
         sharding = Sharding(program.layout, self.computed, self.stored, frozen)
+        blocks = [block for chunk in chunks for block, _ in chunk]
+        parameters = sum((block.parameters for block in blocks), Parameters(0.0, 0.0))
         more = program.setup.train.optimizer == "muon"  # embedding and head are left to Adam, with a moment more
-        ends = (block for chunk in chunks for block, _ in chunk if block.place != LAYER)
-        vectors = sum(sum(sharding.trained(block.parameters)) for block in ends) if more else 0.0
-        return StageBlocks(chunks, sharding, vectors, self.temporaries, self.adds)
+        ends = (block for block in blocks if block.place != LAYER and more)
+        vectors = sum(sharding.trained_number(block.parameters) for block in ends)
+        return StageBlocks(chunks, sharding, parameters, vectors, self.temporaries, self.adds)
 
 
 def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = None) -> Memory | None:
