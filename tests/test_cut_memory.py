@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lumos.memory.memory import workspaces_of
+from lumos.memory.memory import memory_of, workspaces_of
 from lumos.memory.stage_walk import workspaces_of
 from lumos.read.job import read_job
 from lumos.read.op_columns import RankOps, rank_ops
@@ -431,6 +431,37 @@ def test_the_tape_of_checkpointed_layers_is_that_without_checkpoints(tmp_path: P
     net.gradient_checkpointing_enable({"use_reentrant": reentrant})
     net.enable_input_require_grads()
     assert recorded_bytes(torch, step, tmp_path) == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.usefixtures("fake_gpu_known")
+def test_setup_trace_and_dry_run_of_one_run_agree(tmp_path: Path) -> None:
+    """States to the byte, less rotary frequencies and step counters that a dry run counts; the peak within 2%."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from lumos.dry_run.huggingface_model import builder
+    from lumos.dry_run.record import record_step
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = sizes | {"num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 512}
+    run = setup(
+        model_layers=4, model_hidden=512, model_ffn=1536, model_heads=8, model_kv_heads=4, model_vocab=4096,
+        model_gated=True, train_seq=512, train_micro_batch=2,
+    )  # fmt: skip
+    dry = record_step(builder({"model_type": "llama", **config}, 512, 2))
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
+    ids = torch.randint(0, 4096, (2, 512))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        net(input_ids=ids, labels=ids).loss.backward()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    traced, stated = cut_memory(read_ops(tmp_path / "trace.json", 0, ""), run, run), memory_of(run)
+    assert traced is not None
+    assert traced.at_peak[1:4] == stated.at_peak[1:4]
+    tensors = sum(1 for _ in net.parameters())
+    most = (dry.most_held["weights"] - 2 * 512, dry.most_held["optimizer"] - 512 * tensors)
+    assert most == (stated.at_peak.weights, stated.at_peak.optimizer)
+    assert dry.most_held["gradients"] == 2 * sum(parameter.numel() for parameter in net.parameters())
+    peaks = (stated.peak, traced.peak, dry.peak_bytes + workspaces_of("h200"))
+    assert max(peaks) < 1.02 * min(peaks)
 
 
 # ---------------------------------------------------------------------- against the H200
