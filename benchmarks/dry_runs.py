@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION, KEPT = ROOT / "calibration", ROOT / "out/dry"
 PRICING = {  # files of dry_run that no recording depends on
     "aten_prices.py", "aten_work.py", "dry_step.py", "dry_prediction.py", "host_costs.py", "from_script.py",
-    "from_config.py", "dry_files.py", "caching_allocator.py",
+    "from_config.py", "dry_files.py",
 }  # fmt: skip
 GPU = "cluster.gpu=h200"
 AT_ONCE = 2  # dry runs at the same time

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from better_gpus import BETTER_GPUS
 from lumos.costs.host_costs import host_us
-from lumos.dry_run.caching_allocator import CachingAllocator
 from lumos.dry_run.dry_files import read_recording
 from lumos.dry_run.dry_prediction import DryPrediction
 from lumos.dry_run.from_script import predict_recording
 from lumos.dry_run.recorded_step import Recording, StorageEvent, write_recording
 from lumos.errors import InputError, OptionError
+from lumos.memory.recorded_memory import CachingAllocator
 from lumos.program.op import UNCOMPILED, UNSEEN, Op, Tensor
 from lumos.read.job import read_job
 from lumos.setup import gpu_named

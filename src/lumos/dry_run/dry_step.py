@@ -23,8 +23,9 @@ from lumos.data_files import read_table
 from lumos.dry_run.recorded_step import Recording
 from lumos.graph.overlap import contended
 from lumos.graph.rules.build import build
-from lumos.memory.memory import Memory, reserve_of
-from lumos.memory.stage_walk import StageMemory, workspaces_of
+from lumos.memory.memory import Memory
+from lumos.memory.recorded_memory import recorded_memory
+from lumos.memory.stage_walk import GIB
 from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
@@ -39,7 +40,6 @@ from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 
 _THREAD = 0
 _CALL_NS = 1000  # of the host's time for one launch: the runtime's call itself
-_GIB = float(1 << 30)
 _SIZED_BY_VALUES = {"nonzero", "repeat_interleave", "_unique2", "unique_dim", "unique_consecutive"}
 _COLLECTIVES = {  # those that cost about what another does
     "send": "p2p", "recv": "p2p", "broadcast": "all_gather", "gather": "all_gather", "scatter": "reduce_scatter",
@@ -188,17 +188,8 @@ class DryStep:
     # ------------------------------------------------------------------ memory and energy
     @cached_property
     def memory(self) -> Memory:
-        held, cluster = self.recording.held_bytes, self.setup.cluster
-        workspaces = workspaces_of(cluster.gpu)
-        stage = StageMemory(
-            self.recording.peak_phase, held.get("weights", 0.0), held.get("gradients", 0.0), held.get("optimizer", 0.0),
-            held.get("activations", 0.0), 0.0, workspaces,
-        )  # fmt: skip
-        usable = cluster.accelerator.memory_gib * _GIB
-        reserved = max(self.recording.reserved_bytes + workspaces, stage.peak)
-        return Memory(
-            0, stage, reserve_of(self.setup, stage.peak), usable, (stage,), reserved, self.recording.held_by_module
-        )
+        held = self.recording
+        return recorded_memory(self.setup, held.peak_phase, held.held_bytes, held.storages, held.held_by_module)
 
     @cached_property
     def allocated(self) -> tuple[list[float], list[float]]:
@@ -208,7 +199,7 @@ class DryStep:
         for place in places:
             now = max(now, ends.get(place, 0) / 1e6)
             times.append(now)
-        return times, [size / _GIB for size in self.recording.allocated]
+        return times, [size / GIB for size in self.recording.allocated]
 
     def energy(self, seconds: float) -> Energy:
         """As `energy_of` has it for a setup: kernels, what updates take over other kernels, and collectives."""

@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lumos.dry_run.caching_allocator import CachingAllocator
 from lumos.program.op import Op
 
 
@@ -105,14 +104,14 @@ class Recording:
                 found[module] = found.get(module, 0.0) + size
         return dict(sorted(found.items(), key=lambda row: -row[1]))
 
-    @cached_property
-    def reserved_bytes(self) -> int:
-        """What the caching allocator reserves after two such steps."""
+    @property
+    def storages(self) -> list[tuple[int, int]]:
+        """(storage, bytes from then on) over two such steps, after which the caching allocator reserves no more."""
         size, step = dict(self.alive), []
         for event in self.events:
             size[event.storage] = size.get(event.storage, 0) + event.bytes
             step.append((event.storage, size[event.storage]))
-        return CachingAllocator().run([*sorted(self.alive.items()), *step, *step]).reserved
+        return [*sorted(self.alive.items()), *step, *step]
 
 
 _DEPTH = 3  # parts of a module's path by which memory is grouped

@@ -1,19 +1,38 @@
-"""What PyTorch's caching allocator reserves for a sequence of allocations (c10/cuda/CUDACachingAllocator.cpp).
+"""Memory of a dry run, from its storages, which are exact for the one program that ran.
 
-Sizes are rounded to 512 bytes. Those up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments of
-20 MiB, larger ones get segments of their own, rounded to 2 MiB. A request takes the smallest free block that fits; what
-is left of it stays free, if that is worth it; free neighbours join again. Segments are kept until memory runs out.
+They also determine what PyTorch's caching allocator reserves (c10/cuda/CUDACachingAllocator.cpp). Sizes are rounded to
+512 bytes. Those up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones get
+segments of their own, rounded to 2 MiB. A request takes the smallest free block that fits; what is left of it stays
+free, if that is worth it; free neighbours join again. Segments are kept until memory runs out.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from lumos.memory.memory import Memory, reserve_of
+from lumos.memory.stage_walk import GIB, StageMemory, workspaces_of
+from lumos.setup.setup import Setup
 
 _MIB = 1 << 20
 _BLOCK = 512
 _SMALL, _SMALL_SEGMENT, _MIDDLE, _MIDDLE_SEGMENT, _ROUND = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB, 2 * _MIB
+
+
+def recorded_memory(
+    setup: Setup, phase: str, held: Mapping[str, float], sizes: Iterable[tuple[int, int]], modules: Mapping[str, float]
+) -> Memory:
+    """The memory of one rank, by what it `held` at its peak; `sizes` are of storages as they change, over two steps."""
+    workspaces = workspaces_of(setup.cluster.gpu)
+    weights, gradients, optimizer, activations = (
+        held.get(role, 0.0) for role in ("weights", "gradients", "optimizer", "activations")
+    )
+    stage = StageMemory(phase, weights, gradients, optimizer, activations, 0.0, workspaces)
+    usable = setup.cluster.accelerator.memory_gib * GIB
+    reserved = max(CachingAllocator().run(sizes).reserved + workspaces, stage.peak)
+    return Memory(0, stage, reserve_of(setup, stage.peak), usable, (stage,), reserved, modules)
 
 
 @dataclass(eq=False)
