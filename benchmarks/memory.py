@@ -78,6 +78,7 @@ PARALLEL: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
     "fsdp": lambda c: {"dp": c["world"], "zero": 3},
     "tp": lambda c: {"tp": c["world"]},
     "pp": lambda c: {"pp": c["world"]},
+    "tp_pp": lambda c: {"tp": c["world"] // c["pp"], "pp": c["pp"]},
     "dp_tp": lambda c: {"tp": c["tp"], "dp": c["world"] // c["tp"], "zero": 3},
 }
 
@@ -132,7 +133,7 @@ def multirank_answers(data: Path) -> Iterator[Answer]:
     for path in sorted((data / "h200/multirank").glob("*/rank[0-9].json")):
         case = json.loads(path.read_text())
         stages = memory_of(setup_of(case, PARALLEL[case["mode"]](case))).stages
-        stage = stages[case["rank"] if case["mode"] == "pp" else 0]
+        stage = stages[case["rank"] * len(stages) // case["world"]]
         name = f"{case['name']} rank {case['rank']}"
         yield Answer(name, case["peak_mem_alloc"] / GIB, stage.peak / GIB, stage.phase)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lumos.memory.memory import memory_of, workspaces_of
+from lumos.memory.memory import memory_of
 from lumos.memory.stage_walk import workspaces_of
 from lumos.read.job import read_job
 from lumos.read.op_columns import RankOps, rank_ops
@@ -453,7 +453,7 @@ def test_setup_trace_and_dry_run_of_one_run_agree(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         net(input_ids=ids, labels=ids).loss.backward()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    traced, stated = cut_memory(read_ops(tmp_path / "trace.json", 0, ""), run, run), memory_of(run)
+    traced, stated = cut_memory(rank_ops(read_job(tmp_path / "trace.json"), 0, ""), run, run), memory_of(run)
     assert traced is not None
     assert traced.at_peak[1:4] == stated.at_peak[1:4]
     tensors = sum(1 for _ in net.parameters())
