@@ -32,7 +32,7 @@ from lumos.traced.measured_ops import Launch, measured_ops
 from lumos.traced.retarget import own_blocks, traced_program, us_by_kind
 from lumos.traced.tensor_lifetimes import Tape, tape_of
 from lumos.traced.trace_costs import MODES, Learned, TraceCosts, Weights, bare, plain_costs, trace_costs
-from lumos.traced.traced_memory import cut_memory
+from lumos.traced.traced_memory import traced_memory
 
 _SHARED_CORES = (
     "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
@@ -210,7 +210,7 @@ class CalibratedRun:
 
     def memory(self, target: Setup) -> Memory | None:
         """Peak memory of another configuration from the trace's own tensors; None where it does not show them."""
-        return cut_memory(self.ops[self.labels[0].rank], self.setup, target, self._tape)
+        return traced_memory(self.ops[self.labels[0].rank], self.setup, target, self._tape)
 
     @cached_property
     def _tape(self) -> Tape | None:

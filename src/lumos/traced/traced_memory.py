@@ -80,7 +80,7 @@ class _Parts:
         return StageBlocks(chunks, sharding, parameters, vectors, self.temporaries, self.adds)
 
 
-def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = None) -> Memory | None:
+def traced_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = None) -> Memory | None:
     """The memory of the other setup; None where the trace does not tell it: no shapes, compiled code, pipelines.
 
     `tape` is that of the operators, where it was made already.

@@ -14,7 +14,7 @@ from lumos.read.job import read_job
 from lumos.read.op_columns import RankOps, rank_ops
 from lumos.setup.setup import Setup
 from lumos.traced.tensor_lifetimes import Tape, tape_of
-from lumos.traced.traced_memory import cut_memory
+from lumos.traced.traced_memory import traced_memory
 
 T, H, F, V = 2048, 128, 512, 1000  # tokens, hidden, ffn, vocabulary
 HEADS, DIM, LAYERS = 4, 32, 4
@@ -146,7 +146,7 @@ def kept(tape: Tape | None, segment: int) -> float:
 
 
 def activations(ops: RankOps, **changes: Any) -> float:
-    memory = cut_memory(ops, setup(), setup(**changes))
+    memory = traced_memory(ops, setup(), setup(**changes))
     assert memory is not None
     return memory.at_peak.activations
 
@@ -219,7 +219,7 @@ def test_parameters_are_those_that_get_gradients(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- another setup
 def test_the_parts_of_the_traced_run_add_up_to_its_peak(tmp_path: Path) -> None:
-    memory = cut_memory(model().ops(tmp_path), setup(), setup())
+    memory = traced_memory(model().ops(tmp_path), setup(), setup())
     assert memory is not None
     parameters = 2 * V * H + LAYERS * (2 * H * H + 2 * H * F)
     part = memory.at_peak
@@ -239,9 +239,9 @@ def test_activations_grow_with_the_tokens(tmp_path: Path, changes: dict[str, int
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 40])
 def test_a_trace_of_four_blocks_is_that_of_any_number(tmp_path: Path, layers: int) -> None:
-    there = cut_memory(model().ops(tmp_path), setup(), setup(model_layers=layers))
+    there = traced_memory(model().ops(tmp_path), setup(), setup(model_layers=layers))
     traced = max(layers, 2)
-    itself = cut_memory(model(traced).ops(tmp_path), setup(model_layers=traced), setup(model_layers=layers))
+    itself = traced_memory(model(traced).ops(tmp_path), setup(model_layers=traced), setup(model_layers=layers))
     assert there is not None
     assert itself is not None
     assert there.peak == itself.peak
@@ -257,8 +257,8 @@ def test_with_recomputation_a_block_keeps_what_the_next_one_reads(tmp_path: Path
 
 def test_recomputation_that_was_traced_is_removed(tmp_path: Path) -> None:
     ops = model(recomputes=True).ops(tmp_path)
-    without = cut_memory(ops, setup(train_recompute="full"), setup())
-    plain = cut_memory(model().ops(tmp_path), setup(), setup())
+    without = traced_memory(ops, setup(train_recompute="full"), setup())
+    plain = traced_memory(model().ops(tmp_path), setup(), setup())
     assert without is not None
     assert plain is not None
     assert without.peak == plain.peak
@@ -266,15 +266,15 @@ def test_recomputation_that_was_traced_is_removed(tmp_path: Path) -> None:
 
 def test_accumulated_gradients_are_there_all_the_time(tmp_path: Path) -> None:
     ops = model().ops(tmp_path)
-    memory = cut_memory(ops, setup(), setup(train_microbatches=4))
+    memory = traced_memory(ops, setup(), setup(train_microbatches=4))
     assert memory is not None
     assert memory.at_peak.gradients == memory.at_peak.weights
 
 
 def test_fsdp_divides_what_is_stored_and_gathers_what_is_used(tmp_path: Path) -> None:
     ops = model().ops(tmp_path)
-    one = cut_memory(ops, setup(), setup())
-    many = cut_memory(ops, setup(), setup(parallel_dp=8, parallel_zero=3))
+    one = traced_memory(ops, setup(), setup())
+    many = traced_memory(ops, setup(), setup(parallel_dp=8, parallel_zero=3))
     assert one is not None
     assert many is not None
     assert many.at_peak.weights == one.at_peak.weights / 8
@@ -283,7 +283,7 @@ def test_fsdp_divides_what_is_stored_and_gathers_what_is_used(tmp_path: Path) ->
 
 
 def test_stages_of_a_pipeline_hold_their_own_blocks(tmp_path: Path) -> None:
-    memory = cut_memory(model().ops(tmp_path), setup(), setup(parallel_pp=2, train_microbatches=4))
+    memory = traced_memory(model().ops(tmp_path), setup(), setup(parallel_pp=2, train_microbatches=4))
     assert memory is not None
     blocks = LAYERS // 2 * (2 * H * H + 2 * H * F)
     assert [stage.weights for stage in memory.stages] == [E * (blocks + V * H)] * 2
@@ -293,7 +293,7 @@ def test_stages_of_a_pipeline_hold_their_own_blocks(tmp_path: Path) -> None:
 def test_a_stage_of_several_chunks_holds_the_blocks_of_each(tmp_path: Path, schedule: str, wide: int) -> None:
     """The wider one of four blocks is on the first of two stages, although it is in the second half of the model."""
     target = setup(parallel_pp=2, parallel_vpp=2, parallel_schedule=schedule, train_microbatches=4)
-    memory = cut_memory(model(wide=wide).ops(tmp_path), setup(), target)
+    memory = traced_memory(model(wide=wide).ops(tmp_path), setup(), target)
     assert memory is not None
     first, second = (stage.weights - E * V * H * ends
                      for stage, ends in zip(memory.stages, ENDS[schedule], strict=True))  # fmt: skip
@@ -301,25 +301,25 @@ def test_a_stage_of_several_chunks_holds_the_blocks_of_each(tmp_path: Path, sche
 
 
 def test_muon_keeps_one_moment_of_matrices_and_two_of_the_rest(tmp_path: Path) -> None:
-    memory = cut_memory(model().ops(tmp_path), muon := setup(train_optimizer="muon"), muon)
+    memory = traced_memory(model().ops(tmp_path), muon := setup(train_optimizer="muon"), muon)
     assert memory is not None
     matrices = LAYERS * (2 * H * H + 2 * H * F)
     assert memory.at_peak.optimizer == pytest.approx(E * (matrices + 2 * 2 * V * H), rel=0.01)
 
 
 def test_frameworks_with_fp32_copies_of_weights_keep_them_in_predictions_from_a_trace(tmp_path: Path) -> None:
-    memory = cut_memory(model().ops(tmp_path), mixed := setup(train_framework="megatron"), mixed)
+    memory = traced_memory(model().ops(tmp_path), mixed := setup(train_framework="megatron"), mixed)
     assert memory is not None
     parameters = 2 * V * H + LAYERS * (2 * H * H + 2 * H * F)
     assert memory.at_peak.optimizer == (4 + 2 * 4) * parameters
 
 
 def test_what_the_profiler_recorded_makes_the_traced_run_exact(tmp_path: Path) -> None:
-    simulated = cut_memory(model().ops(tmp_path), setup(), setup())
+    simulated = traced_memory(model().ops(tmp_path), setup(), setup())
     assert simulated is not None
     measured = int(simulated.peak + 0.2 * simulated.at_peak.activations)
     ops = model().ops(tmp_path, memory=measured)
-    itself, more = (cut_memory(ops, setup(), setup(train_micro_batch=batch)) for batch in (1, 3))
+    itself, more = (traced_memory(ops, setup(), setup(train_micro_batch=batch)) for batch in (1, 3))
     assert itself is not None
     assert more is not None
     assert itself.peak == pytest.approx(measured, abs=1)
@@ -331,20 +331,20 @@ def test_without_shapes_there_is_no_answer(tmp_path: Path) -> None:
     trace = model()
     for event in trace.events:
         event["args"].pop("Input Dims")
-    assert cut_memory(trace.ops(tmp_path), setup(), setup()) is None
+    assert traced_memory(trace.ops(tmp_path), setup(), setup()) is None
 
 
 def test_without_sequence_numbers_there_is_no_answer(tmp_path: Path) -> None:
     trace = model()
     for event in trace.events:
         event["args"].pop("Sequence number", None)
-    assert cut_memory(trace.ops(tmp_path), setup(), setup()) is None
+    assert traced_memory(trace.ops(tmp_path), setup(), setup()) is None
 
 
 def test_compiled_runs_and_stages_of_pipelines_are_left_to_the_description(tmp_path: Path) -> None:
     ops = model().ops(tmp_path)
-    assert cut_memory(ops, setup(train_compile=True), setup(train_compile=True)) is None
-    assert cut_memory(ops, setup(parallel_pp=2), setup(parallel_pp=2)) is None
+    assert traced_memory(ops, setup(train_compile=True), setup(train_compile=True)) is None
+    assert traced_memory(ops, setup(parallel_pp=2), setup(parallel_pp=2)) is None
 
 
 @pytest.mark.parametrize("value", ["x", -1, [], [[1, -5], "?", None], 1 << 62, {"a": 1}, [[[]]], True])
@@ -353,7 +353,7 @@ def test_odd_values_in_a_trace_do_no_harm(tmp_path: Path, value: Any) -> None:
         trace = model()
         for event in trace.events[::3]:
             event["args"][key] = value
-        cut_memory(trace.ops(tmp_path), setup(), setup(train_micro_batch=2, model_layers=7))
+        traced_memory(trace.ops(tmp_path), setup(), setup(train_micro_batch=2, model_layers=7))
 
 
 # ---------------------------------------------------------------------- against PyTorch itself
@@ -453,7 +453,7 @@ def test_setup_trace_and_dry_run_of_one_run_agree(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         net(input_ids=ids, labels=ids).loss.backward()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    traced, stated = cut_memory(rank_ops(read_job(tmp_path / "trace.json"), 0, ""), run, run), memory_of(run)
+    traced, stated = traced_memory(rank_ops(read_job(tmp_path / "trace.json"), 0, ""), run, run), memory_of(run)
     assert traced is not None
     assert traced.at_peak[1:4] == stated.at_peak[1:4]
     tensors = sum(1 for _ in net.parameters())
@@ -491,6 +491,6 @@ def test_ranks_on_an_h200_need_what_was_measured(shared_data: Path, source: str,
     folder = shared_data / "h200/parallel"
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in (source, target))
     ops = rank_ops(read_job(folder / f"{source}.pt.trace.json.gz"), 0, "ProfilerStep#2")
-    memory = cut_memory(ops, rank_setup(before), rank_setup(after))
+    memory = traced_memory(ops, rank_setup(before), rank_setup(after))
     assert memory is not None
     assert memory.peak == pytest.approx(after["peak_mem_alloc"], rel=0.02)
