@@ -33,10 +33,9 @@ from lumos.chakra.file_format import COLLECTIVES, NodeType
 from lumos.chakra.run_writer import write_chakra
 from lumos.chakra.tasks import CommNode
 from lumos.errors import LumosError
-from lumos.graph.graph import Edges, Floats, Graph, Rule
+from lumos.graph.graph import Edges, Floats, Graph, Rule, simulate
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.build import build as build_graph
-from lumos.graph.simulate import simulate
 from lumos.program.operators import Collective, Group
 from lumos.read.execution_trace import link as link_traces
 from lumos.read.execution_trace import read_execution_trace

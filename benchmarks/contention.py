@@ -24,7 +24,7 @@ from fit_contention import FOLDS, GPU, Row, errors, fitted, kind_of, nccl_errors
 from lumos import read_setup  # noqa: E402
 from lumos.costs.contention import Beside, rounds_of, slowdown, usual_slowdown  # noqa: E402
 from lumos.costs.overlapped_kernels import chip_of  # noqa: E402
-from lumos.graph.simulate import simulate  # noqa: E402
+from lumos.graph.graph import simulate  # noqa: E402
 from lumos.setup.gpus import Gpu  # noqa: E402
 from lumos.setup.setup import Setup  # noqa: E402
 from lumos.step.step import simulate_step  # noqa: E402

@@ -29,7 +29,7 @@ def read(path: str) -> dict[str, Any]:
 def simulate_layers(tasks: str, edges: str) -> dict[str, Any]:
     """One pass over a random layered graph; the topological order is computed before and not counted."""
     from lumos.graph.compiled_loops import load
-    from lumos.graph.simulate import simulate
+    from lumos.graph.graph import simulate
 
     load()
     simulate(_layers(2 * _LANES, 5 * _LANES))  # compiles what is new
@@ -44,8 +44,8 @@ def simulate_layers(tasks: str, edges: str) -> dict[str, Any]:
 
 def resimulate(path: str) -> dict[str, Any]:
     """One pass over the graph of a real job, once it is built."""
+    from lumos.graph.graph import simulate
     from lumos.graph.rules.build import build
-    from lumos.graph.simulate import simulate
     from lumos.read.job import read_job
 
     graph = build(read_job(Path(path))).graph
@@ -58,8 +58,8 @@ def scale(path: str, scenarios: str) -> dict[str, Any]:
     import numpy as np
 
     from lumos.analysis.replay import replay
+    from lumos.graph.graph import simulate_many
     from lumos.graph.scaling import Scale, scaled_durations
-    from lumos.graph.simulate import simulate_many
     from lumos.prediction.prediction import predict
     from lumos.read.job import read_job
 

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 
 from lumos.analysis.replay import Replay, replay
+from lumos.graph.graph import simulate
 from lumos.graph.rules.profiler_cost import ProfilerCost, without_profiler
-from lumos.graph.simulate import simulate
 from lumos.read.job import read_job
 from shipped import unpack_records
 

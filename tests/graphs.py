@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from lumos.graph.graph import Edges, Graph, Rule, make_graph
-from lumos.graph.simulate import Times
+from lumos.graph.graph import Edges, Graph, Rule, Times, make_graph
 from lumos.trace.names import Kind
 
 

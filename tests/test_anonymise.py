@@ -30,8 +30,8 @@ from lumos.export import public_names
 from lumos.export.anonymise import anonymise
 from lumos.export.chrome_traces import write_kineto
 from lumos.export.public_names import NameMap, roles_of, vocabulary
+from lumos.graph.graph import simulate
 from lumos.graph.rules.build import Execution, build
-from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
 from lumos.read.job import read_job
 from lumos.trace.names import Category

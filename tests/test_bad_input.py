@@ -30,7 +30,7 @@ from lumos.cli.terminal import busy, progress_bar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.files import write_files
-from lumos.read import host_memory as memory
+from lumos.read import formats as memory
 from lumos.read import json_slices, kineto
 from lumos.read.job import read_job
 from lumos.read.kineto import read_kineto
@@ -313,7 +313,7 @@ def test_what_does_not_fit_into_memory_is_not_even_opened(
 def test_the_limit_of_the_process_counts_as_memory() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
-        "from lumos.read.host_memory import available_bytes; print(available_bytes())"
+        "from lumos.read.formats import available_bytes; print(available_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 < int(done.stdout) <= 3 << 30

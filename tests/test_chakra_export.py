@@ -25,8 +25,8 @@ from lumos.chakra.file_format import NodeType, read_chakra_file
 from lumos.chakra.rank_files import write_workload
 from lumos.chakra.run_writer import write_chakra
 from lumos.errors import OptionError
+from lumos.graph.graph import simulate
 from lumos.graph.rules.build import Execution, build
-from lumos.graph.simulate import simulate
 from lumos.prediction.described_run import DescribedRun
 from lumos.program.rank_places import RankPlaces
 from lumos.setup.setup_files import read_plain

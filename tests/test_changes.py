@@ -16,9 +16,10 @@ from lumos.analysis.kernel_labels import Phase, Work, label
 from lumos.analysis.replay import replay
 from lumos.costs.in_step import in_step_factors
 from lumos.errors import OptionError
-from lumos.graph.simulate import Times
+from lumos.graph.graph import Times
 from lumos.prediction.prediction import predict
 from lumos.read.job import read_job
+from lumos.read.json_slices import Slices
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, prices_of, simulate_step
 from lumos.traced.learned import CalibratedRun, changed_step
@@ -411,3 +412,17 @@ def test_one_rank_of_a_fake_world_gets_its_collectives_from_the_model(shared_dat
     found = predict(CalibratedRun(replay(read_job(trace)), described), setup=described)
     assert found.step_ms > 1.1 * found.baseline_ms
     assert any("fake process group" in note for note in found.warnings)
+
+
+def test_a_changed_prediction_parses_its_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Path] = []
+    iterate = Slices.__iter__
+
+    def counted(slices: Slices[Any]) -> Any:
+        parsed.append(slices.path)
+        return iterate(slices)
+
+    monkeypatch.setattr(Slices, "__iter__", counted)
+    trace = Path(__file__).parent / "data/architectures/phi3.json.gz"
+    assert lumos("predict", "--from", trace, "--set", "train.micro_batch=4").returncode == 0
+    assert parsed == [trace]

@@ -19,10 +19,9 @@ from graphs import graphs
 from lumos.costs.contention import Beside, channels_of, kernel_of, slowdown, usual_slowdown
 from lumos.costs.overlapped_kernels import chip_of, sides
 from lumos.costs.prices import timeline
-from lumos.graph.graph import Edges, Graph, make_graph
+from lumos.graph.graph import Edges, Graph, Times, make_graph
 from lumos.graph.overlap import Side, alone, contended, overlapped
 from lumos.graph.rules.build import build
-from lumos.graph.simulate import Times
 from lumos.program.op import BESIDE, Op
 from lumos.program.operators import Collective, Group, Operator
 from lumos.read.job import read_job

@@ -18,7 +18,7 @@ from commands import lumos_here
 from lumos import predict, read_job, replay
 from lumos.analysis.replay import Replay
 from lumos.errors import InputError
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import simulate
 from lumos.read.operation_table import read_operation_table
 from lumos.risk.learn import learn, learn_step_times, learn_trace, traced_risk
 from lumos.risk.operation_steps import OperationSteps, operation_risk

@@ -25,7 +25,7 @@ from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.described.flops import forward_flops_per_token, hardware_flops, model_flops
 from lumos.errors import LumosError
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import simulate
 from lumos.prediction.carried_over import CarriedOver, carried_over, transfer_part
 from lumos.prediction.interval import (
     PARTS,

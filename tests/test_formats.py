@@ -28,13 +28,12 @@ from lumos.chakra.run_writer import write_chakra
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
 from lumos.export.chrome_traces import write_kineto, write_timeline
-from lumos.graph.graph import Graph
+from lumos.graph.graph import Graph, simulate
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.rules.nodes import Nodes
 from lumos.graph.scaling import Scale
-from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
-from lumos.read import host_memory
+from lumos.read import formats
 from lumos.read.execution_trace import link, read_execution_trace
 from lumos.read.formats import Form, form_of, head_of
 from lumos.read.job import read_job
@@ -581,7 +580,7 @@ def test_a_hostile_file_is_refused_in_one_line(tmp_path: Path, what: str) -> Non
 
 def test_a_file_larger_than_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_foreign(tmp_path / "x.0.et", {"id": 1, "duration_micros": 1})
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 100)
+    monkeypatch.setattr(formats, "available_bytes", lambda: 100)
     with pytest.raises(InputError, match="GiB would be needed"):
         read_job(path)
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from graphs import graphs, scaled, simulate_reference
 from lumos.errors import CycleError
-from lumos.graph.graph import Edges, Graph, Rule, make_graph
-from lumos.graph.simulate import simulate, simulate_many
+from lumos.graph.graph import Edges, Graph, Rule, make_graph, simulate, simulate_many
 
 laws = settings(deadline=None, max_examples=150)
 

@@ -19,7 +19,7 @@ from lumos.graph.rules.build import Execution, build
 from lumos.graph.rules.rendezvous import POINT_TO_POINT
 from lumos.read.execution_trace import Links, Operator
 from lumos.read.job import read_job
-from lumos.trace.peers import PeerCall, peers_are_indices
+from lumos.trace.messages import PeerCall, peers_are_indices
 from lumos.trace.trace import Message, Trace
 from support import Event, collective, header, launch, note, op, write_trace
 

@@ -13,9 +13,9 @@ import pytest
 from graphs import scaled, simulate_reference
 from lumos.analysis.replay import Replay, replay
 from lumos.data_files import data_file
+from lumos.graph.graph import simulate
 from lumos.graph.rules.build import build
 from lumos.graph.scaling import Scale
-from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
 from lumos.read.job import read_job
 from lumos.trace.steps import keep_step

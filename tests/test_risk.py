@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from brute_force_steps import brute_force_ms
 from commands import lumos_here
 from lumos.errors import OptionError
-from lumos.graph.graph import Floats
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import Floats, simulate
 from lumos.prediction.prediction import predict
 from lumos.risk import drawn_steps
 from lumos.risk.drawn_loops import drawn_spans

@@ -11,11 +11,10 @@ import pytest
 
 from lumos.analysis.collectives import message_bytes
 from lumos.analysis.replay import replay, unfrozen
-from lumos.graph.graph import Rule
+from lumos.graph.graph import Rule, simulate
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.rules.event import _Thread
 from lumos.graph.scaling import Scale
-from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
 from lumos.read.job import read_job
 from lumos.trace.trace import Message, Trace

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import simulate_reference
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import simulate
 from lumos.schedules import Phase, Schedule, Turn, names, schedule_named, schedules_of
 from lumos.step.structure import Plan, step_structure
 

@@ -18,11 +18,10 @@ from lumos.analysis.replay import Replay, replay
 from lumos.analysis.sensitivities import Sensitivity
 from lumos.data_files import data_file
 from lumos.graph.critical_path import StepPath, critical_path, step_path
-from lumos.graph.graph import Edges, Graph, Rule, make_graph
+from lumos.graph.graph import Edges, Graph, Rule, make_graph, simulate
 from lumos.graph.rules import build as building
-from lumos.graph.rules.step_nodes import StepNodes, Windows
+from lumos.graph.rules.build import StepNodes, Windows
 from lumos.graph.scaling import Scale
-from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
 from lumos.read.job import read_job
 from lumos.trace.names import Kind

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lumos.analysis.replay import Replay
 from lumos.data_files import read_table
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import simulate
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, Kind, is_step
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Trace

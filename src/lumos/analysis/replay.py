@@ -35,11 +35,10 @@ from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.graph.critical_path import CriticalPath, PathSummary, summarise
-from lumos.graph.graph import Graph
+from lumos.graph.graph import Graph, Times, simulate
 from lumos.graph.rules.build import RULE_NAMES, Execution, build
 from lumos.graph.rules.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
 from lumos.graph.rules.sync import LONGEST_RETURN, SYNCHRONISING
-from lumos.graph.simulate import Times, simulate
 from lumos.read.job import read_job
 from lumos.tables import frame
 from lumos.trace.steps import StepMarks, Steps, find_steps

@@ -19,11 +19,9 @@ from lumos.graph.critical_path import (
     step_path,
     summarise,
 )
-from lumos.graph.graph import Floats, Graph, Ints
-from lumos.graph.rules.build import Execution
+from lumos.graph.graph import Floats, Graph, Ints, Times, simulate
+from lumos.graph.rules.build import Execution, StepNodes
 from lumos.graph.rules.nodes import Nodes
-from lumos.graph.rules.step_nodes import StepNodes
-from lumos.graph.simulate import Times, simulate
 from lumos.trace.steps import StepMarks, Steps
 from lumos.trace.trace import Trace
 

@@ -18,11 +18,9 @@ import numpy as np
 from lumos.costs.overlapped_kernels import sides
 from lumos.data_files import read_table
 from lumos.graph.critical_path import StepPath, step_path
-from lumos.graph.graph import Bools, Floats, Graph
+from lumos.graph.graph import Bools, Floats, Graph, Times, simulate
 from lumos.graph.overlap import Side, alone, contended
-from lumos.graph.rules.build import Execution
-from lumos.graph.rules.step_nodes import StepNodes
-from lumos.graph.simulate import Times, simulate
+from lumos.graph.rules.build import Execution, StepNodes
 from lumos.trace.names import Kind
 from lumos.trace.steps import StepMarks
 

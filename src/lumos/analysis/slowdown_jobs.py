@@ -12,10 +12,9 @@ from lumos.analysis.slowdown import SlowdownJob, Worker
 from lumos.analysis.stragglers import group_medians, numbered, occurrence, step_of_nodes
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.graph import Bools, Floats, Ints, simulate, simulate_many
 from lumos.graph.operation_graph import OperationGraph, operation_graph
-from lumos.graph.rules.step_nodes import StepNodes
-from lumos.graph.simulate import simulate, simulate_many
+from lumos.graph.rules.build import StepNodes
 from lumos.read.operation_table import is_operation_table
 from lumos.trace.names import Kind, is_step
 from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable

@@ -32,8 +32,7 @@ import msgspec
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.read.formats import MOST_VARINT_BYTES, decode_file, varint
-from lumos.read.host_memory import require_memory
+from lumos.read.formats import MOST_VARINT_BYTES, decode_file, require_memory, varint
 from lumos.trace.trace import COLUMNS
 
 _PACKAGE = "ChakraProtoMsg"

@@ -23,9 +23,8 @@ from lumos.chakra.communication import Communication, plan_communication
 from lumos.chakra.file_format import NodeType
 from lumos.chakra.rank_files import Workload
 from lumos.chakra.tasks import Cut, Task, chained
-from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.graph import Bools, Floats, Ints, simulate
 from lumos.graph.rules.build import Execution
-from lumos.graph.simulate import simulate
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.trace import Message
 

@@ -357,7 +357,7 @@ class _CollectiveTimes:
 
 
 def _key(message: Message) -> tuple[Any, ...]:
-    if message.collective in ("send", "recv"):
+    if message.has_peer:
         return ("message", message.group, message.source, message.destination)
     return ("collective", message.group, message.ranks, message.collective, message.sequence)
 

@@ -22,8 +22,8 @@ from lumos.chakra.file_format import (
     Node,
     NodeType,
 )
+from lumos.trace.messages import PeerCall, message_name, peers_are_indices, with_job_ranks
 from lumos.trace.names import Category, collective_name, is_step
-from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.trace import Message
 
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(trace|graph)\|(process|thread)\]")
@@ -210,7 +210,7 @@ def announcement(node: Node) -> Announcement | None:
     first, stride, size = (int(found[key]) for key in ("first", "stride", "size"))
     is_group = first >= 0 and stride > 0 and size > 1 and first + stride * size <= _MOST_RANKS
     return Announcement(
-        name=name if name in ("send", "recv", "wait") else collective_name(name) or name,
+        name=message_name(name) or "wait",
         group=found["group"] if found["group"] is not None else found["group_number"],
         sequence=int(found["sequence"] or found["number"]),
         peer=int(found["peer"]),

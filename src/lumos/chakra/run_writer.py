@@ -33,10 +33,9 @@ from lumos.chakra.folded_ranks import other_ranks, recorded_workload
 from lumos.chakra.rank_files import Written, file_of_rank, group_file_of, write_workload
 from lumos.chakra.tasks import SCHEMA_VERSION, CommNode, add_transfer
 from lumos.files import whole_file
-from lumos.graph.graph import Ints
+from lumos.graph.graph import Ints, simulate
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.nodes import Nodes
-from lumos.graph.simulate import simulate
 from lumos.read.execution_trace import Links, Operator
 from lumos.trace.trace import COLUMNS, Trace
 

@@ -21,8 +21,7 @@ from isal import igzip
 from lumos.analysis.run import Run
 from lumos.analysis.slowdown import SlowdownJob
 from lumos.files import whole_file
-from lumos.graph.graph import Graph, Rule
-from lumos.graph.simulate import Times
+from lumos.graph.graph import Graph, Rule, Times
 from lumos.trace.names import GPU_CATEGORIES, Category
 from lumos.trace.trace import Header, Trace
 

@@ -13,9 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.graph import Floats, Graph, Ints, simulate
 from lumos.graph.rules.build import Execution, timed_graph
-from lumos.graph.simulate import simulate
 from lumos.trace.trace import Trace
 
 _FASTEST, _SLOWEST = 0.5, 2.0  # bounds of the factor

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lumos.graph.graph import Bools, Floats, Graph, Ints
+from lumos.graph.graph import Bools, Floats, Graph, Ints, Times
 from lumos.graph.loops import loops_for
-from lumos.graph.rules.build import Execution
+from lumos.graph.rules.build import Execution, Windows
 from lumos.graph.rules.nodes import Nodes
-from lumos.graph.rules.step_nodes import Windows
-from lumos.graph.simulate import Times
 from lumos.trace.names import Category, Kind
 from lumos.trace.steps import StepMarks, Steps
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.graph.graph import Floats, Graph, Ints
-from lumos.graph.simulate import Times, simulate
+from lumos.graph.graph import Floats, Graph, Ints, Times, simulate
 
 _ROUNDS = 6
 _SETTLED = 1e-4  # of the run's length

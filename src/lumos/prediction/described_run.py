@@ -12,9 +12,8 @@ from lumos.analysis.breakdown import Breakdown, breakdown_by_rank
 from lumos.analysis.collectives import CollectiveGroup, messages_of_rank
 from lumos.analysis.run import Run
 from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path
-from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.graph import Floats, Graph, Ints, Times
 from lumos.graph.rules.nodes import Nodes, cut_nodes
-from lumos.graph.simulate import Times
 from lumos.step.rows import Detail, StepTrace, Track
 from lumos.step.step import Step
 from lumos.trace.steps import Steps, find_steps

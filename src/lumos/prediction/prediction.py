@@ -19,8 +19,8 @@ from lumos.described.described import Program
 from lumos.described.flops import hardware_flops, model_flops, utilisation
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
+from lumos.graph.graph import simulate
 from lumos.graph.scaling import Scale, scaled_durations
-from lumos.graph.simulate import simulate
 from lumos.memory.memory import Memory, memory_of
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff

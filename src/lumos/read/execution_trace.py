@@ -24,8 +24,8 @@ from lumos.dtypes import dtype_called
 from lumos.errors import InputError
 from lumos.graph.rules.nodes import Nodes
 from lumos.read.formats import decode_file
-from lumos.trace.names import Category, collective_name
-from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
+from lumos.trace.messages import PeerCall, message_name, peers_are_indices, with_job_ranks
+from lumos.trace.names import Category
 from lumos.trace.trace import Message, Trace
 
 _MOST_BYTES = 1 << 30  # of text: an execution trace is of a step or two
@@ -202,11 +202,11 @@ def _message(
     """The communication that `record_param_comms` announces; None for the wait after it."""
     values = taken.values if isinstance(taken.values, list) else []
     name = attributes.get("collective_name") or next((v for v in values if isinstance(v, str)), "")
-    if not isinstance(name, str) or name in ("wait", "barrier_wait", ""):
+    if not isinstance(name, str) or not message_name(name):
         return None
     group, peer = str(attributes.get("pg_name", "")), _peer(values)
     return Message(
-        collective=name if name in ("send", "recv") else collective_name(name) or name,
+        collective=message_name(name),
         dtype=str(attributes.get("dtype") or _dtype(taken.types)),
         in_elements=_whole(attributes.get("in_msg_nelems")) or sum(t.elements for t in reads),
         out_elements=_whole(attributes.get("out_msg_nelems")) or sum(t.elements for t in writes), group=group,
@@ -239,7 +239,7 @@ class Links:
     def enrich(self, trace: Trace) -> Trace:
         """The trace with the sizes and groups of collectives where it does not have them itself."""
         known = {r: o.message for r, o in self.by_row.items() if o.message is not None and trace.message[r] < 0}
-        calls = (PeerCall.of(int(trace.rank[r]), m) for r, m in known.items() if m.collective in ("send", "recv"))
+        calls = (PeerCall.of(int(trace.rank[r]), m) for r, m in known.items() if m.has_peer)
         by_index = peers_are_indices(calls, otherwise=True)
         messages, column = {message: i for i, message in enumerate(trace.messages)}, trace.message.copy()
         for row, message in known.items():

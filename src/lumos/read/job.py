@@ -26,12 +26,23 @@ from lumos.errors import InputError, OptionError
 from lumos.graph.rules.build import Execution
 from lumos.patterns import Pattern
 from lumos.read import GRAPH_READERS
-from lumos.read.captures import Recorded, by_value, captures, choices, pattern_of
-from lumos.read.formats import Form, form_of, head_of, is_gzip
-from lumos.read.host_memory import available_bytes, refuse_events, require_memory
+from lumos.read.formats import (
+    Form,
+    Recorded,
+    available_bytes,
+    by_value,
+    captures,
+    choices,
+    form_of,
+    head_of,
+    is_gzip,
+    pattern_of,
+    refuse_events,
+    require_memory,
+)
 from lumos.read.kineto import read_share, whole_number
 from lumos.read.nsys import read_nsys
-from lumos.trace.peers import with_peers_decoded
+from lumos.trace.messages import with_peers_decoded
 from lumos.trace.trace import Header, Trace, concatenate, without_strays
 from lumos.workers import Engine, Here, Job, engine_named
 

@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from lumos.errors import InputError
-from lumos.read.host_memory import available_bytes, refuse_events
+from lumos.read.formats import available_bytes, refuse_events
 from lumos.read.json_slices import CannotShareError, Slices
-from lumos.trace.names import CATEGORIES, GPU_CATEGORIES, Category, collective_name
+from lumos.trace.messages import message_name
+from lumos.trace.names import CATEGORIES, GPU_CATEGORIES, Category
 from lumos.trace.trace import Allocations, Arguments, Header, Lane, Message, Syncs, Trace
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -227,11 +228,11 @@ class _Columns:
             return np.array([self.lane_of[s, _text(p), _text(t)] for s, p, t in keys], np.int32)
 
     def _message(self, args: _Args) -> int:
-        name = _text(args.collective)
-        if name in ("wait", "barrier_wait", ""):
+        name = message_name(_text(args.collective))
+        if not name:
             return -1
         message = Message(
-            collective=name if name in ("send", "recv") else collective_name(name) or name, dtype=_text(args.dtype),
+            collective=name, dtype=_text(args.dtype),
             in_elements=_integer(args.in_elements), out_elements=_integer(args.out_elements), group=_text(args.group),
             group_size=_rank(args.group_size), ranks=rank_list(args.group_ranks), sequence=_integer(args.sequence),
             source=_rank(args.source), destination=_rank(args.destination),

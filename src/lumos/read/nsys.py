@@ -22,7 +22,7 @@ import numpy as np
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.read.host_memory import require_memory
+from lumos.read.formats import require_memory
 from lumos.trace.names import Category
 from lumos.trace.trace import Header, Lane, Syncs, Trace
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from lumos.errors import InputError
 from lumos.files import open_file, read_file
-from lumos.read.formats import head_of
-from lumos.read.host_memory import available_bytes, require_memory
+from lumos.read.formats import available_bytes, head_of, require_memory
 from lumos.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.operations import COMPUTE, KNOWN_TYPES, Bools, Floats, Ints, OperationTable
 

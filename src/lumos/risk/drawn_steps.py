@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.graph.graph import Floats
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import Floats, simulate
 from lumos.risk.lanes import Lanes
 from lumos.risk.variability import PROBABILITIES, SCORES, Spread, Variability
 from lumos.setup.slow import Slow

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from lumos.analysis.run import TracedRun
 from lumos.errors import OptionError
-from lumos.graph.graph import Floats, Graph
-from lumos.graph.simulate import simulate
+from lumos.graph.graph import Floats, Graph, simulate
 from lumos.prediction.prediction import Prediction
 from lumos.program.layout import RankLayout
 from lumos.setup.setup import Setup

@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from lumos.analysis.stragglers import numbered
-from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.graph import Bools, Floats, Ints, simulate_many
 from lumos.graph.operation_graph import OperationGraph, meetings_of, operation_graph
-from lumos.graph.simulate import simulate_many
 from lumos.risk.drawn_steps import DRAWS
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.variability import NONE, Pauses, Spread, Variability

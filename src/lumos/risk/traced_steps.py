@@ -19,8 +19,7 @@ import numpy as np
 
 from lumos.analysis.replay import Replay
 from lumos.data_files import read_table
-from lumos.graph.graph import Bools, Floats, Graph, Ints
-from lumos.graph.simulate import simulate_many
+from lumos.graph.graph import Bools, Floats, Graph, Ints, simulate_many
 from lumos.risk.recurring_tasks import HOST, KERNEL, PARTS, TRANSFER, RecurringTasks, recurring_tasks
 from lumos.risk.variability import NONE, Pauses, Spread, Variability
 

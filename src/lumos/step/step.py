@@ -29,9 +29,8 @@ from lumos.described.described import Program, Repeated
 from lumos.described.experts import is_exchange
 from lumos.described.transfers import Transfer, Transfers
 from lumos.errors import OptionError
-from lumos.graph.graph import Floats, Graph
+from lumos.graph.graph import Floats, Graph, Times, simulate
 from lumos.graph.overlap import Side, contended
-from lumos.graph.simulate import Times, simulate
 from lumos.program.op import EXCHANGE, Op
 from lumos.program.operators import Collective, Group
 from lumos.program.sharding import Chunk, Parameters

@@ -11,11 +11,10 @@ import numpy as np
 
 from lumos.analysis.collectives import bus_factor
 from lumos.errors import InputError
-from lumos.graph.graph import Edges, Floats, Ints, Rule
+from lumos.graph.graph import Edges, Floats, Ints, Rule, simulate
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.nodes import Nodes
 from lumos.graph.rules.rendezvous import Rendezvous
-from lumos.graph.simulate import simulate
 from lumos.synthesis.draw import MESSAGE, TIMES, DrawnStep
 from lumos.synthesis.model import Model
 from lumos.synthesis.observe import Group

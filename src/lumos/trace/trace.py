@@ -60,6 +60,16 @@ class Message(NamedTuple):
     source: int = -1
     destination: int = -1
 
+    @property
+    def has_peer(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.collective in ("send", "recv")
+
+    @property
+    def peer(self) -> int:
+        """Of a send or a receive; -1 if it was not recorded."""
+        return self.destination if self.collective == "send" else self.source
+
 
 class Arguments(NamedTuple):
     """What an operator was called with, as the JSON texts of the profiler; '' for what it did not record."""

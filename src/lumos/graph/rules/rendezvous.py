@@ -18,8 +18,8 @@ import numpy as np
 from lumos.data_files import read_table
 from lumos.graph.graph import Edges, Ints, Rule, Small
 from lumos.graph.rules.nodes import Nodes
+from lumos.trace.messages import PeerCall
 from lumos.trace.names import Category, collective_name
-from lumos.trace.peers import PeerCall
 from lumos.trace.trace import Message, Trace
 
 _LIMITS = read_table("trace_rules.toml")["rendezvous"]
@@ -49,7 +49,7 @@ def find_rendezvous(trace: Trace) -> tuple[list[Rendezvous], list[str]]:
     messages: dict[int, Message] = {}
     announced = _messages_of_kernels(trace, rows)
     for row, rank, (name, found) in zip(rows.tolist(), trace.rank[rows].tolist(), announced, strict=True):
-        peers = [m for m in found if m.collective in ("send", "recv")]
+        peers = [m for m in found if m.has_peer]
         for message in peers or found[:1]:
             messages[row] = message
         for message in peers:
@@ -198,8 +198,8 @@ class _CommOps:
         begin, end = self.used.get(lane, 0), int(np.searchsorted(starts, time, side="right"))
         self.used[lane] = max(begin, end)
         found = [self.trace.messages[self.trace.message[r]] for r in rows[begin:end]]
-        peers = [m for m in found if m.collective in ("send", "recv")]
-        return peers if found and found[-1].collective in ("send", "recv") else found[-1:]
+        peers = [m for m in found if m.has_peer]
+        return peers if found and found[-1].has_peer else found[-1:]
 
     def note_around(self, call: int) -> str:
         """The collective named by the annotation around a call; '' if there is none."""

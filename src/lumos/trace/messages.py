@@ -1,4 +1,4 @@
-"""The peers of sends and receives as ranks of the job.
+"""Messages as profilers record them: the names of collectives, and the peers of sends and receives as ranks of the job.
 
 PyTorch's profiler records `Src Rank` and `Dst Rank` as ranks of the job, while execution traces, and other tools,
 record the peer's index in its process group. Nothing in a file names the convention, so it is decided for a whole job:
@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lumos.trace.names import collective_name
 from lumos.trace.trace import Message, Trace
+
+
+def message_name(recorded: str) -> str:
+    """The collective of a Message by the name in its record; '' for a wait, which moves nothing."""
+    if recorded in ("send", "recv"):
+        return recorded
+    return "" if recorded in ("wait", "barrier_wait") else collective_name(recorded) or recorded
 
 
 class PeerCall(NamedTuple):
@@ -28,7 +36,7 @@ class PeerCall(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, message: Message) -> PeerCall:
-        return cls(rank, message.collective == "send", recorded_peer(message), message.ranks)
+        return cls(rank, message.collective == "send", message.peer, message.ranks)
 
     def job_peer(self, by_index: bool = False) -> int:
         """The peer as a rank of the job; -1 if it cannot be read that way: no rank sends to itself."""
@@ -39,11 +47,6 @@ class PeerCall(NamedTuple):
         """(sender, receiver) as ranks of the job."""
         peer = self.job_peer(by_index)
         return (self.rank, peer) if self.sends else (peer, self.rank)
-
-
-def recorded_peer(message: Message) -> int:
-    """The peer of a send or a receive, in the convention of the trace; -1 if it was not recorded."""
-    return message.destination if message.collective == "send" else message.source
 
 
 def job_rank(peer: int, group: tuple[int, ...], by_index: bool) -> int:
@@ -76,15 +79,15 @@ def _contradictions(counts: Counter[PeerCall], by_index: bool) -> int:
 
 def with_job_ranks(message: Message, by_index: bool) -> Message:
     """A message whose peer is a rank of the job."""
-    if message.collective not in ("send", "recv"):
+    if not message.has_peer:
         return message
-    peer = job_rank(recorded_peer(message), message.ranks, by_index)
+    peer = job_rank(message.peer, message.ranks, by_index)
     return message._replace(destination=peer) if message.collective == "send" else message._replace(source=peer)
 
 
 def with_peers_decoded(trace: Trace) -> Trace:
     """A job that PyTorch's profiler recorded, with the peers of all messages as ranks of the job."""
-    is_call = np.array([m.collective in ("send", "recv") for m in trace.messages] + [False], bool)
+    is_call = np.array([message.has_peer for message in trace.messages] + [False], bool)
     if not is_call.any():
         return trace
     rows = np.flatnonzero(is_call[trace.message])
