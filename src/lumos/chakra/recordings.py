@@ -2,7 +2,7 @@
 
 The converter keeps what every operator and kernel took, which operator called which (`ctrl_deps`), which operator
 launched a kernel, threads, streams, and what PyTorch announced of a collective. It drops when anything happened, what
-waited for what on the GPU, and fractions of microseconds. This module reads what is there; `chakra_timeline` finds the
+waited for what on the GPU, and fractions of microseconds. This module reads what is there; `recorded_times` finds the
 times again.
 """
 

@@ -3,7 +3,7 @@
 A Chakra file is a graph, not a record of events, so it does not go through the rules that find a graph in a Trace: its
 nodes and dependencies are taken as they are. Files that Lumos wrote come back as they were, by the tables in their
 metadata; those of other tools state what waits for what but not on which thread or stream, and get lanes by running
-them (`chakra_feeder`).
+them (`foreign_graph`).
 
 The nodes have priority over the tables: a duration that somebody changed, or a dependency that somebody took out,
 counts. All of it is checked: a file is data, and may be wrong.

@@ -10,7 +10,7 @@ the only ones that the feeder of ASTRA-sim resolves: the node before on the lane
 `ctrl_deps` names the node before on the lane once more. Ranks depend on each other only through communication.
 
 Times are whole microseconds in the schema; rounding is carried along a lane, so that its sum stays right. Nanoseconds,
-lags and events are in the tables of `chakra_format`, from which a replay comes out the same.
+lags and events are in the tables of `file_format`, from which a replay comes out the same.
 """
 
 from __future__ import annotations
