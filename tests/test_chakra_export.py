@@ -19,7 +19,7 @@ from commands import lumos_here
 from lumos import predict, read_job, read_setup
 from lumos.analysis.replay import replay
 from lumos.chakra import file_format, rank_files
-from lumos.chakra.astra_estimate import described_workload
+from lumos.chakra.astra_estimate import described_workload, of_described
 from lumos.chakra.astra_files import Dimension, needs_parting, parted_network
 from lumos.chakra.file_format import NodeType, read_chakra_file
 from lumos.chakra.rank_files import write_workload
@@ -209,11 +209,14 @@ def test_one_recorded_rank_stands_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_a_described_run_replays_to_the_predicted_step(tmp_path: Path, name: str) -> None:
     run = described(*DESCRIBED[name])
-    stages = described_workload(run)
-    write_workload(tmp_path / "run.et", stages)
+    tasks = described_workload(run)
+    write_workload(tmp_path / "run.et", tasks)
     workload = astra_rules.check(tmp_path, "run")
     assert len(workload.ranks) == run.step.setup.cluster.gpus
     assert replayed_step_ms(tmp_path, "run.*.et") == pytest.approx(run.us / 1e3, rel=0.002)
+    estimate = of_described(run, tasks).estimate
+    assert estimate is not None
+    assert estimate.own_ms == pytest.approx(run.us / 1e3, rel=0.002), "the feeder runs tasks as a replay of the files"
 
 
 def test_an_export_with_a_slow_gpu_says_that_all_of_its_ranks_are_written_alike(tmp_path: Path) -> None:
