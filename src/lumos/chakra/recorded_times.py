@@ -392,24 +392,23 @@ class _Rows:
         )  # fmt: skip
 
     def _header(self) -> Header:
-        """RankRecording an execution graph records shapes, and costs as much; they are not in what is read here."""
+        """Recording an execution graph records shapes, and costs as much; they are not in what is read here."""
         return Header(self.rank, str(self.times.recorded.file.path), shapes=True, shapes_left_out=True)
 
     def _add(
-        self, category: Category, name: str, lane: Lane, start: int, end: int, correlation: int = -1, message: int = -1
-    ) -> None:
+        self, category: Category, name: str, lane: Lane, start: int, end: int, correlation: int = -1,
+        said: Message | None = None,
+    ) -> None:  # fmt: skip
         named = self.names.setdefault(name, len(self.names))
         on = self.lanes.setdefault(lane, len(self.lanes))
+        message = -1 if said is None else self.messages.setdefault(said, len(self.messages))
         self.rows.append((category, named, on, start + self.offset, end - start, correlation, message))
 
     def _add_op(self, index: int, op: RecordedOp) -> None:
-        message = -1
-        if op.announced is not None and not op.announced.is_wait:
-            said = self.times.recorded.message(op.announced, self._size(op))
-            message = self.messages.setdefault(said, len(self.messages))
+        told = op.announced
+        said = self.times.recorded.message(told, self._size(op)) if told is not None and not told.is_wait else None
         category = Category.NOTE if op.is_step else Category.OP
-        began, ended = self.times.began[index], self.times.ended[index]
-        self._add(category, op.node.name, self._thread(op), began, ended, message=message)
+        self._add(category, op.node.name, self._thread(op), self.times.began[index], self.times.ended[index], said=said)
 
     def _size(self, op: RecordedOp) -> int:
         sizes = (k.node.number("comm_size") for k in op.kernels if k.communicates)
@@ -422,13 +421,11 @@ class _Rows:
         name = "cudaMemcpy" if blocks else _CALL_NAMES[kernel.category]
         returned = max(launch, start + kernel.nanoseconds) if blocks else launch
         self._add(Category.CALL, name, self._thread(op), launch, returned, correlation=kernel.number)
-        message = -1
         said = self.times.recorded.messages(kernel)[0] if kernel.communicates else None
-        if said is not None and said.collective not in POINT_TO_POINT:  # of a batch, announcements say more
-            message = self.messages.setdefault(said, len(self.messages))
-        lane = Lane(self.rank, True, "gpu", str(kernel.stream))
-        end = start + kernel.nanoseconds
-        self._add(kernel.category, kernel.node.name, lane, start, end, correlation=kernel.number, message=message)
+        if said is not None and said.collective in POINT_TO_POINT:  # of a batch, announcements say more
+            said = None
+        lane, end = Lane(self.rank, True, "gpu", str(kernel.stream)), start + kernel.nanoseconds
+        self._add(kernel.category, kernel.node.name, lane, start, end, correlation=kernel.number, said=said)
 
     def _add_waits(self) -> None:
         """An event is recorded just after what is waited for was launched, and waited for just before the other is."""
