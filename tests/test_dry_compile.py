@@ -6,7 +6,7 @@ import gc
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -154,7 +154,7 @@ def test_the_second_call_compiles_nothing_and_another_shape_does(gpu: Any) -> No
 
 
 def test_modules_functions_and_decorators_are_compiled_alike(gpu: Any) -> None:
-    recorder, _ = gpu
+    recorder, notes = gpu
     inner, x = block(), tokens()
     inner.compile()
 
@@ -170,6 +170,7 @@ def test_modules_functions_and_decorators_are_compiled_alike(gpu: Any) -> None:
         found.append(names(recorder))
     assert found[0] == found[1] == found[2]
     assert found[0]["aten.mm.default"] == 5
+    assert notes.pop(GRAPHED, "") is None
 
 
 def test_a_graph_break_leaves_the_rest_compiled(gpu: Any) -> None:
@@ -355,7 +356,7 @@ def test_torch_compile_is_itself_again_afterwards() -> None:
     before = torch.compile
 
     class Nothing:
-        def add(self, *_: Any) -> None: ...
+        notes: ClassVar[dict[str, None]] = {}
 
     with compiled_as_kernels(Nothing()):  # type: ignore[arg-type]
         assert torch.compile is not before

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.fake_gpu import replaced
+from lumos.dry_run.package_kernels import triton_launches
 from lumos.dry_run.record import Recorder, recorded
-from lumos.dry_run.triton_launches import triton_launches
 from lumos.program.op import UNSEEN
 
 
@@ -169,7 +169,7 @@ class Autotuned(Jitted):
 
 
 def test_kernels_of_triton_that_a_script_launches_are_marked(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lumos.dry_run.triton_launches.find_spec", lambda _: True)
+    monkeypatch.setattr("lumos.dry_run.package_kernels.find_spec", lambda _: True)
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(JITFunction=Jitted))
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuned))
 
@@ -178,7 +178,7 @@ def test_kernels_of_triton_that_a_script_launches_are_marked(gpu: Recorder, monk
 
     x, y, out = (torch.ones(1024, device="cuda") for _ in range(3))
     gpu.restart()
-    with replaced(triton_launches(gpu.add)):
+    with replaced(triton_launches(gpu)):
         Jitted(add)[(8,)](x, y, out, 1024)
         Autotuned(Jitted(add))[lambda meta: (8,)](x, y, out=out, size=1024)
     assert [(op.name, len(op.inputs), len(op.outputs), op.options) for op in gpu.ops] == [

@@ -1,4 +1,4 @@
-"""Loops that do not end on fake tensors, or not soon: they are rejected with the line that runs them."""
+"""Detection of loops that do not end on fake tensors, or not soon; errors name the line that runs them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LOOPS = (ast.While, ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.Gener
 
 
 class TooManyOperatorsError(TimeoutError):
-    """A step that does not end in the time and operators that a dry run has; the text names the line."""
+    """A step that exceeds the time or the operators of a dry run; the text names the line."""
 
 
 class UnknownQuestions:
-    """Counts how often one line asks for unknown values: the answer never changes, so that a `while` may not end."""
+    """Counts how often one line asks for unknown values: the answer never changes, so a `while` may not end."""
 
     def __init__(self) -> None:
         self._place, self._count = ("", 0), 0
 
     def clear(self) -> None:
-        """A module runs: the loop around it is the one of the training or of generation."""
+        """Start again when a module runs: the loop around it is that of training or generation."""
         self._count = 0
 
     def add(self) -> None:
@@ -60,7 +60,7 @@ def shown(frame: FrameType | None) -> str:
 
 
 def _while_around(frame: FrameType | None) -> FrameType | None:
-    """The frame with the innermost loop, a caller's if need be, where that loop is a `while`."""
+    """The frame with the innermost loop, a caller's if necessary, if that loop is a `while`."""
     while frame is not None:
         loop = _innermost_loop(frame.f_code.co_filename, frame.f_lineno)
         if loop is not None:

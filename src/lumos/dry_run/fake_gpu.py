@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lumos.dry_run.operator_log import OperatorLog
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"  # at::detail::getCUDAHooks()
@@ -30,26 +32,14 @@ _CUDA, _DEVICE_TYPES = 1, 20  # the index of CUDA among device types, and how ma
 _NO_DEVICE = 127
 _SLOTS, _HOOK_SLOTS, _HIDDEN = 32, 96, 2  # virtual functions of guards and hooks at most; entries before the first
 DEFAULT_STREAM = 0
+Replacement = tuple[Any, str, Any]  # owner, attribute, value
 ADDRESS = "it passes the address of a tensor, which has no memory here, to code outside of PyTorch"
 
 
-class StreamLog(Protocol):
-    """Where streams, events and waits are written down (`record.Recorder`)."""
-
-    stream: int
-
-    def mark(self, stream: int) -> int: ...
-    def wait_for(self, stream: int, mark: int) -> None: ...
-    def wait_on_host(self, what: str, marks: list[int]) -> None: ...
-    def marks(self) -> list[int]: ...
-    def memory(self) -> tuple[int, int]: ...
-    def restart_peak(self) -> None: ...
-
-
 class _Owned:
-    """A reference to the log that the classes below share; set while a GPU is faked."""
+    """The log that the classes below share; set while a GPU is faked."""
 
-    log: StreamLog
+    log: OperatorLog
     streams = 0
 
 
@@ -101,7 +91,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event: a place in the order of its stream."""
+    """A CUDA event: a position in its stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.mark = -1
@@ -120,34 +110,33 @@ class Event:
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """Nothing is timed: a millisecond, by which scripts can divide."""
+        """A millisecond, because nothing is timed and scripts divide by it."""
         return 1.0
 
 
 class _StreamContext:
-    """What `torch.cuda.stream(s)` returns: nothing happens for None."""
+    """The result of `torch.cuda.stream(s)`; it does nothing for None."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
+        self._entered = contextlib.nullcontext() if stream is None else stream
 
     def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.__enter__()
+        self._entered.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            self.stream.__exit__()
+        self._entered.__exit__(*_)
 
 
 class _Generator(torch.Generator):  # type: ignore[misc]
-    """A generator of any device: a build without CUDA refuses those of GPUs."""
+    """A generator for any device: a build without CUDA refuses those of GPUs."""
 
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
 
 
 def install_device() -> None:
-    """Let tensors and autograd take "cuda" for a device on a machine, or with a build of torch, that has none."""
+    """Make tensors and autograd accept "cuda" on a machine, or with a build of torch, that has no such device."""
     if not torch.cuda.is_available() and not _KEPT:
         _install_guard()
         _answer_for_hooks()
@@ -156,7 +145,7 @@ def install_device() -> None:
 
 
 def _keep_whole(*operators: str) -> None:
-    """A build without CUDA takes these apart, for want of the kernel that a GPU has."""
+    """Keep operators whole that a build without CUDA takes apart, because it lacks the kernel of a GPU."""
     library = torch.library.Library("aten", "IMPL")
     for name in operators:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -165,14 +154,14 @@ def _keep_whole(*operators: str) -> None:
 
 
 def _is_accelerator() -> bool:
-    """Whether C++ takes CUDA for the accelerator of this machine."""
+    """Whether C++ regards CUDA as the accelerator of this machine."""
     ask = getattr(_library("torch_cpu"), _ACCELERATOR)
     ask.restype, ask.argtypes = ctypes.c_uint16, [ctypes.c_bool]
     return int(ask(False)) == _FOUND
 
 
 def _install_guard() -> None:
-    """A device guard that does nothing.
+    """Install a device guard that does nothing.
 
     torch replaces the guard of a CUDA build that finds no GPU by such a one (`ensureCUDADeviceGuardSet`). A build
     without CUDA has no guard to replace, so one that counts no GPU is registered for the moment of that call.
@@ -197,7 +186,7 @@ def _install_guard() -> None:
 
 
 def _answer_for_hooks() -> None:
-    """Autograd asks the hooks of CUDA whether it is built in, and whether a device is in use.
+    """Answer autograd, which asks the hooks of CUDA whether it is built in, and whether a device is in use.
 
     The hooks get a copy of their table of virtual functions, in which `isBuilt` says yes and `hasPrimaryContext` no.
     The first is found by trying which one decides what the accelerator is, as no other is called by that question; the
@@ -223,7 +212,7 @@ def _answer_for_hooks() -> None:
 
 
 def _leave_out_timers() -> None:
-    """A CUDA build times DistributedDataParallel with CUDA events; a build without CUDA has no timer for GPUs."""
+    """Remove the timer of a CUDA build, which times DistributedDataParallel with CUDA events."""
     get_registry = getattr(_library("torch_cpu"), _TIMERS, None)
     if get_registry is not None:  # built with torch.distributed
         get_registry.restype = ctypes.c_void_p
@@ -263,7 +252,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 @contextlib.contextmanager
-def fake_gpu(log: StreamLog, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> Iterator[None]:
+def fake_gpu(log: OperatorLog, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> Iterator[None]:
     """While this lasts, this process has `count` GPUs of that name, and runs on the first."""
     install_device()
     _Owned.log = log
@@ -272,8 +261,8 @@ def fake_gpu(log: StreamLog, name: str, memory_bytes: int, capability: tuple[int
 
 
 @contextlib.contextmanager
-def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of modules and classes, replaced while this lasts: (owner, name, value)."""
+def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """Replace attributes of modules and classes while this lasts."""
     with contextlib.ExitStack() as undo:
         for owner, attribute, value in replacements:
             if attribute in vars(owner):
@@ -284,21 +273,34 @@ def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
+_CONSTANT: dict[str, Any] = {  # answers of `torch.cuda`, whatever the arguments
+    "is_available": True, "is_initialized": True, "is_bf16_supported": True, "is_tf32_supported": True,
+    "can_device_access_peer": True, "_check_bf16_tensor_supported": True, "utilization": 100, "memory_usage": 50,
+    "temperature": 50, "power_draw": 500_000, "clock_rate": 1500, "is_current_stream_capturing": False,
+    "memory_summary": "a dry run", "initial_seed": 0,
+}  # fmt: skip
+_IDLE = (  # functions of `torch.cuda` that do nothing
+    "init", "_lazy_init", "_lazy_call", "_sleep", "empty_cache", "ipc_collect", "set_per_process_memory_fraction",
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
+)  # fmt: skip
+
+
 @dataclass
 class _Gpu:
-    """What `torch.cuda` and its neighbours answer; each method yields or returns replacements of one kind."""
+    """The answers of `torch.cuda` and its neighbours; each method yields replacements of one kind."""
 
-    log: StreamLog
+    log: OperatorLog
     name: str
     memory_bytes: int
     capability: tuple[int, int]
     count: int
     index: int = 0  # of the current device
 
-    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """(owner, attribute, value) of everything that is replaced."""
+    def replacements(self) -> Iterator[Replacement]:
+        """Everything that is replaced."""
         cuda = torch.cuda
-        for attribute, answer in (self._devices() | self._streams() | self._memory() | self._random()).items():
+        constant = {name: _always(value) for name, value in _CONSTANT.items()} | dict.fromkeys(_IDLE, _nothing)
+        for attribute, answer in (constant | self._devices_and_streams() | self._memory_and_seeds()).items():
             value = _own(answer)
             for owner in (cuda, cuda.memory, cuda.random):
                 if owner is cuda or hasattr(owner, attribute):
@@ -307,14 +309,14 @@ class _Gpu:
             yield cuda, attribute, kind
         for attribute in ("range_push", "range_pop", "mark", "range_start", "range_end"):
             yield cuda.nvtx, attribute, _own(_nothing)
-        yield cuda.memory, "_record_memory_history", _own(_nothing)
-        yield cuda.memory, "_dump_snapshot", _own(_nothing)
+        for attribute in ("_record_memory_history", "_dump_snapshot"):
+            yield cuda.memory, attribute, _own(_nothing)
         yield from self._around()
         yield from self._accelerator()
         yield from _refusals()
         yield from _tensors_and_lists()
 
-    def _devices(self) -> dict[str, Callable[..., Any]]:
+    def _devices_and_streams(self) -> dict[str, Callable[..., Any]]:
         major, minor = self.capability
         properties = SimpleNamespace(
             name=self.name, major=major, minor=minor, total_memory=self.memory_bytes, multi_processor_count=132,
@@ -323,16 +325,14 @@ class _Gpu:
             uuid="GPU-dry-run", pci_bus_id=0,
         )  # fmt: skip
         return {
-            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: self.count,
-            "current_device": lambda: self.index, "set_device": self.set_device,
+            "device_count": lambda: self.count, "current_device": lambda: self.index, "set_device": self.set_device,
             "_exchange_device": self.exchange_device, "_maybe_exchange_device": self.exchange_device,
-            "init": _nothing, "_lazy_init": _nothing, "_lazy_call": _nothing, "_get_device": torch.device,
-            "get_device_name": lambda _=None: self.name, "get_device_capability": lambda _=None: (major, minor),
-            "get_device_properties": lambda _=None: properties, "is_bf16_supported": lambda *_, **__: True,
-            "is_tf32_supported": lambda: True, "can_device_access_peer": lambda *_: True,
-            "get_arch_list": lambda: [f"sm_{major}{minor}"], "_check_bf16_tensor_supported": lambda _: True,
-            "utilization": lambda _=None: 100, "memory_usage": lambda _=None: 50, "temperature": lambda _=None: 50,
-            "power_draw": lambda _=None: 500_000, "clock_rate": lambda _=None: 1500, "cudart": _Cudart,
+            "_get_device": torch.device, "get_device_name": lambda _=None: self.name,
+            "get_device_capability": lambda _=None: (major, minor), "get_arch_list": lambda: [f"sm_{major}{minor}"],
+            "get_device_properties": lambda _=None: properties, "cudart": _Cudart, "stream": _StreamContext,
+            "synchronize": self.synchronize, "current_stream": self.current_stream,
+            "default_stream": lambda _=None: Stream(stream_id=DEFAULT_STREAM),
+            "set_stream": lambda stream: setattr(self.log, "stream", stream.stream_id),
         }  # fmt: skip
 
     def exchange_device(self, which: int) -> int:
@@ -340,8 +340,8 @@ class _Gpu:
         return before
 
     def set_device(self, which: Any) -> None:
-        found = which if isinstance(which, int) else torch.device(which).index
-        self.exchange_device(-1 if found is None else found)
+        index = which if isinstance(which, int) else torch.device(which).index
+        self.exchange_device(-1 if index is None else index)
 
     def current_stream(self, _: Any = None) -> Stream:
         return Stream(stream_id=self.log.stream)
@@ -349,35 +349,18 @@ class _Gpu:
     def synchronize(self, _: Any = None) -> None:
         self.log.wait_on_host("cudaDeviceSynchronize", self.log.marks())
 
-    def _streams(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "synchronize": self.synchronize, "current_stream": self.current_stream, "stream": _StreamContext,
-            "default_stream": lambda _=None: Stream(stream_id=DEFAULT_STREAM),
-            "set_stream": lambda stream: setattr(self.log, "stream", stream.stream_id),
-            "is_current_stream_capturing": lambda: False, "_sleep": _nothing,
-        }  # fmt: skip
-
-    def _memory(self) -> dict[str, Callable[..., Any]]:
-        log = self.log
-        return {
-            "memory_allocated": lambda _=None: log.memory()[0], "max_memory_allocated": lambda _=None: log.memory()[1],
-            "memory_reserved": lambda _=None: log.memory()[1], "max_memory_reserved": lambda _=None: log.memory()[1],
+    def _memory_and_seeds(self) -> dict[str, Callable[..., Any]]:
+        log, at_most = self.log, ("max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        return dict.fromkeys(at_most, lambda _=None: log.memory()[1]) | {
+            "memory_allocated": lambda _=None: log.memory()[0], "memory_stats": lambda _=None: _stats(log),
             "reset_peak_memory_stats": lambda _=None: log.restart_peak(),
             "reset_max_memory_allocated": lambda _=None: log.restart_peak(),
             "mem_get_info": lambda _=None: (self.memory_bytes - log.memory()[0], self.memory_bytes),
-            "memory_stats": lambda _=None: _stats(log), "memory_summary": lambda *_, **__: "a dry run",
-            "memory_snapshot": list, "empty_cache": _nothing, "ipc_collect": _nothing,
-            "set_per_process_memory_fraction": _nothing,
+            "memory_snapshot": list, "get_rng_state_all": list,
+            "get_rng_state": lambda _=None: torch.empty(16, dtype=torch.uint8),
         }  # fmt: skip
 
-    def _random(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "manual_seed": _nothing, "manual_seed_all": _nothing, "seed": _nothing, "seed_all": _nothing,
-            "initial_seed": lambda: 0, "get_rng_state": lambda _=None: torch.empty(16, dtype=torch.uint8),
-            "set_rng_state": _nothing, "get_rng_state_all": list, "set_rng_state_all": _nothing,
-        }  # fmt: skip
-
-    def _around(self) -> Iterator[tuple[Any, str, Any]]:
+    def _around(self) -> Iterator[Replacement]:
         """Versions, back ends and classes outside `torch.cuda`."""
         yield torch.version, "cuda", torch.version.cuda or "12.8"  # extensions compare it with their own
         yield torch.backends.cuda, "is_built", lambda: True
@@ -396,23 +379,21 @@ class _Gpu:
         if not _SETS_GUARD:  # the choice asks the driver for the GPU's properties
             yield torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn
 
-    def _accelerator(self) -> Iterator[tuple[Any, str, Any]]:
+    def _accelerator(self) -> Iterator[Replacement]:
         accelerator = getattr(torch, "accelerator", None)
         if accelerator is None:
             return
-        yield accelerator, "is_available", lambda: True
-        yield accelerator, "device_count", lambda: self.count
-        yield accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
-        for attribute in ("current_device_index", "current_device_idx"):
-            yield accelerator, attribute, _own(lambda: self.index)
-        for attribute in ("set_device_index", "set_device_idx"):
-            yield accelerator, attribute, _own(self.set_device)
-        yield accelerator, "current_stream", _own(self.current_stream)
-        yield accelerator, "synchronize", _own(self.synchronize)
+        answers: dict[str, Any] = {
+            "is_available": lambda: True, "device_count": lambda: self.count, "synchronize": self.synchronize,
+            "current_accelerator": lambda *_, **__: torch.device("cuda"), "current_stream": self.current_stream,
+            "current_device_index": lambda: self.index, "current_device_idx": lambda: self.index,
+            "set_device_index": self.set_device, "set_device_idx": self.set_device,
+        }  # fmt: skip
+        yield from ((accelerator, attribute, _own(answer)) for attribute, answer in answers.items())
 
 
-def _refusals() -> Iterator[tuple[Any, str, Any]]:
-    """What a dry run cannot imitate."""
+def _refusals() -> Iterator[Replacement]:
+    """Functions that a dry run cannot imitate."""
     yield torch.cuda, "make_graphed_callables", refused("CUDA graphs are not recorded")
     for attribute in ("CUDAGraph", "graph"):
         yield torch.cuda, attribute, _refused_class("CUDA graphs are not recorded")
@@ -421,7 +402,7 @@ def _refusals() -> Iterator[tuple[Any, str, Any]]:
             yield owner, attribute, refused(ADDRESS)
 
 
-def _tensors_and_lists() -> Iterator[tuple[Any, str, Any]]:
+def _tensors_and_lists() -> Iterator[Replacement]:
     """Fake tensors are moved like real ones, and are among the types whose loops are fused."""
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         owner = sys.modules[module]
@@ -435,8 +416,12 @@ def _tensors_and_lists() -> Iterator[tuple[Any, str, Any]]:
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
 class NotInDryRunError(NotImplementedError):
-    """A script asks for something that fake tensors and a fake GPU cannot do; the text says what."""
+    """A script asks for something that fake tensors and a fake GPU cannot do; the text names it."""
 
 
 def refused(reason: str) -> Callable[..., Any]:
@@ -453,14 +438,14 @@ def _refused_class(reason: str) -> Any:
 
 
 class _Cudart:
-    """The CUDA runtime: every function of it succeeds, and does nothing."""
+    """The CUDA runtime: all its functions succeed, and do nothing."""
 
     def __getattr__(self, _: str) -> Callable[..., int]:
-        return lambda *_, **__: 0
+        return _always(0)
 
 
 def _own(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for every name: dynamo keeps a rule for every function of torch."""
+    """A separate function for every name: dynamo keeps a rule for every function of torch."""
 
     def answered(*args: Any, **kwargs: Any) -> Any:
         return answer(*args, **kwargs)
@@ -468,18 +453,18 @@ def _own(answer: Callable[..., Any]) -> Callable[..., Any]:
     return answered
 
 
-def _stats(log: StreamLog) -> dict[str, int]:
+def _stats(log: OperatorLog) -> dict[str, int]:
     now, most = log.memory()
     kinds = {"current": now, "peak": most, "allocated": most, "freed": most - now}
     places = ("allocated_bytes", "reserved_bytes", "active_bytes")
-    found = {f"{place}.all.{kind}": value for place in places for kind, value in kinds.items()}
-    return found | {"num_alloc_retries": 0, "num_ooms": 0}
+    stats = {f"{place}.all.{kind}": value for place in places for kind, value in kinds.items()}
+    return stats | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _move_parameter(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """`module.to("cuda")` swaps fake parameters with moved ones, which fails for those that are referred to weakly.
+    """Move fake parameters for `module.to("cuda")`, whose swap fails for those that are referred to weakly.
 
-    Plain ones are given the data of the other instead, as real parameters are.
+    A plain one gets the data of the other instead, as a real parameter does.
     """
 
     def swap_tensors(kept: Any, moved: Any) -> None:
@@ -496,7 +481,7 @@ def _move_parameter(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
 
 
 def _data(swap: Callable[[Any, Any], None]) -> property:
-    """`tensor.data = other`: a fake tensor takes the device of the other, and a real one becomes fake, too."""
+    """`tensor.data = other`: a fake tensor gets the device of the other, and a real one becomes fake, too."""
     plain = torch._C.TensorBase.data
 
     def give(tensor: Any, value: Any) -> None:

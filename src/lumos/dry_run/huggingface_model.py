@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -29,7 +29,7 @@ _LIST_LENGTHS = {"layer": 1 << 14, "depth": 1 << 14, "label": 1 << 20}  # part o
 def builder(
     config: dict[str, Any], seq: int, batch: int, dtype: str = "bf16", recompute: bool = False
 ) -> Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]:
-    """What `record_step` calls: the model of a configuration, its loss on one batch, and the tokens in it."""
+    """The function that `record_step` calls: the model of a configuration, its loss on one batch, and its tokens."""
     made = _config(config)
     task, kind = _class_for(made)
 
@@ -47,7 +47,7 @@ def builder(
 
 
 def parameters(config: dict[str, Any]) -> int:
-    """How many parameters the model of a configuration has, counted on tensors without memory."""
+    """The number of parameters of a configuration's model, counted on tensors without memory."""
     made = _config(config)
     with torch.device("meta"):
         model = _made(_class_for(made)[1], made, torch.bfloat16)
@@ -55,9 +55,7 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 def _made(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until
-    they fit.
-    """
+    """A model without values for its weights, because initialisers may draw until they fit."""
     with _without_values(), _of_few_modules():
         model: torch.nn.Module = kind.from_config(config, dtype=dtype)
     model.tie_weights()
@@ -72,20 +70,15 @@ def _without_values() -> Any:
     return nullcontext()
 
 
-@contextmanager
-def _of_few_modules() -> Iterator[None]:
-    """Refuse a model whose modules alone would take minutes and gigabytes to make."""
+def _of_few_modules() -> Any:
+    """Reject a model whose modules would take minutes and gigabytes to make; what is returned is a context manager."""
     made = count(1)
 
     def check(*_: object) -> None:
         if next(made) > _MOST_MODULES:
             raise OptionError(f"its model has more than {_MOST_MODULES:,} modules, too many for a dry run")
 
-    hook = register_module_module_registration_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return register_module_module_registration_hook(check)
 
 
 def _refuse_endless_lists(config: dict[str, Any]) -> None:
@@ -117,21 +110,19 @@ def _config(config: dict[str, Any]) -> Any:
 
 
 def _without_code(value: Any) -> Any:
-    """A configuration without the modules beside it that it or a part names, which transformers would offer to run."""
+    """A configuration without the modules that it or its parts name, which transformers would offer to run."""
     if isinstance(value, dict):
         return {key: _without_code(part) for key, part in value.items() if key != "auto_map"}
     return [_without_code(part) for part in value] if isinstance(value, list) else value
 
 
 def _class_for(config: Any) -> tuple[str, Any]:
-    """The Auto class that trains models of this configuration: the one it names, or the usual one of its
-    architecture.
-    """
+    """The Auto class that trains models of this configuration: the one it names, or that of its architecture."""
     named = (getattr(config, "architectures", None) or [""])[0]
-    found = {key: kind for key, kind in _FIRST.items() if type(config) in kind._model_mapping}
-    for key, kind in found.items():
-        made = kind._model_mapping[type(config)]
-        if named in [one.__name__ for one in (made if isinstance(made, tuple) else (made,))]:
+    possible = {key: kind for key, kind in _FIRST.items() if type(config) in kind._model_mapping}
+    for key, kind in possible.items():
+        classes = kind._model_mapping[type(config)]
+        if named in [one.__name__ for one in (classes if isinstance(classes, tuple) else (classes,))]:
             return key, kind
     order = list(_FIRST)
     if not getattr(config, "is_decoder", False):  # encoders have a class to generate with, too
@@ -139,8 +130,8 @@ def _class_for(config: Any) -> tuple[str, Any]:
     if not getattr(config, "is_encoder_decoder", False):
         order = [key for key in order if key not in ("speech", "both")]
     for key in order:
-        if key in found:
-            return key, found[key]
+        if key in possible:
+            return key, possible[key]
     raise OptionError(f"model_type = {config.model_type!r}: no class of transformers trains it with a loss of its own")
 
 

@@ -1,43 +1,30 @@
 """Kernels of a graph that inductor has scheduled: what each reads, writes and frees, and how a call imitates them.
 
 Inductor's own lowering and scheduler decide what is fused, in which order kernels run and which buffers exist; nothing
-is generated or compiled. `program_of(graph)` writes the schedule down as a `Program`; `Program.run` makes fake tensors
-for the buffers that kernels write, as long as they are needed, and tells a recorder about every kernel.
+is generated or compiled. `program_of(graph)` returns the schedule as a `Program`; `Program.run` makes fake tensors for
+the buffers that kernels write, as long as they are needed, and records every kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor import ir, scheduler
 from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.utils import get_fused_kernel_name
 
-from lumos.dry_run.compiled_regions import CompiledRegions
-from lumos.dry_run.own_operators import is_own
-from lumos.dry_run.tensor_float import convolutions_use_tf32, matmuls_use_tf32
-from lumos.dry_run.triton_launches import name_of
+from lumos.dry_run.gpu_functions import cudnn_uses_tf32, matmuls_use_tf32
+from lumos.dry_run.operator_log import OperatorLog
+from lumos.dry_run.package_kernels import is_own, name_of
 from lumos.program.op import UNSEEN
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 _NOT_TENSORS: Any = getattr(ir, "NonTensorObj", ())  # process groups, generators
 _BOTH_WAYS: Any = getattr(scheduler, "FusedMixOrderReductions", ())  # one kernel that reduces rows and columns
 _PERSISTENT = 1024  # elements of a row that a kernel keeps in registers (torch._inductor.choices)
-
-
-class KernelRecorder(Protocol):
-    """Where kernels are written down (`record.Recorder`)."""
-
-    regions: CompiledRegions
-
-    def add(
-        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
-    ) -> Any: ...
-    def paused(self) -> AbstractContextManager[None]: ...
 
 
 class View(NamedTuple):
@@ -66,7 +53,7 @@ class Kernel(NamedTuple):
     writes: tuple[View, ...] = ()
     options: tuple[str, ...] = ()
     allocates: tuple[str, ...] = ()
-    reuses: tuple[tuple[str, str], ...] = ()  # a buffer that takes the place of another, which nobody reads after this
+    reuses: tuple[tuple[str, str], ...] = ()  # a buffer in place of another, whose last reader this is
     frees: tuple[str, ...] = ()
     node: Any = None  # of a collective or an operator of another library, which is called
     operands: tuple[View | str, ...] = ()  # of it
@@ -79,21 +66,21 @@ class Program(NamedTuple):
     constants: dict[str, Any]
     buffers: dict[str, Buffer]
     kernels: list[Kernel]
-    outputs: list[View | str | int | None]  # by name: what is no tensor (a process group)
+    outputs: list[View | str | int | None]  # by name: objects that are not tensors (a process group)
 
-    def run(self, recorder: KernelRecorder, arguments: list[Any]) -> list[Any]:
-        """Call it: `arguments` is emptied, as by compiled code, so that what nobody else holds is freed on the way."""
+    def run(self, log: OperatorLog, arguments: list[Any]) -> list[Any]:
+        """Run the kernels. `arguments` is emptied, as by compiled code, so that tensors are freed on the way."""
         held: dict[str, Any] = self.constants | dict(zip(self.inputs, arguments, strict=True))
         arguments.clear()
         with torch.no_grad():
-            recorder.add("compiled.call", [], [], ("compiled",))
+            log.add("compiled.call", [], [], ("compiled",))
             for kernel in self.kernels:
-                self._launch(recorder, kernel, held)
-            with recorder.paused():
+                self._launch(log, kernel, held)
+            with log.paused():
                 return [_seen(held, view) if isinstance(view, View | str) else view for view in self.outputs]
 
-    def _launch(self, recorder: KernelRecorder, kernel: Kernel, held: dict[str, Any]) -> None:
-        with recorder.paused():
+    def _launch(self, log: OperatorLog, kernel: Kernel, held: dict[str, Any]) -> None:
+        with log.paused():
             reads = [_seen(held, view) for view in kernel.reads]
             for new, old in kernel.reuses:
                 held[new] = held[old].as_strided(self.buffers[new].size, self.buffers[new].stride)
@@ -104,7 +91,7 @@ class Program(NamedTuple):
         if kernel.node is not None:
             _call(kernel.node, [_seen(held, operand) for operand in kernel.operands], held)
         elif kernel.name:
-            recorder.add(kernel.name, reads, writes, kernel.options)
+            log.add(kernel.name, reads, writes, kernel.options)
         del reads, writes
         for name in kernel.frees:
             held.pop(name, None)
@@ -120,14 +107,14 @@ def _seen(held: dict[str, Any], view: View | str) -> Any:
 
 
 def _call(node: Any, operands: list[Any], held: dict[str, Any]) -> None:
-    """The operator of a node is dispatched like those of eager code, so that it is recorded like them."""
+    """Dispatch the operator of a node like those of eager code, so that it is recorded like them."""
     args, kwargs = node.unflatten_args(operands, node.constant_args)
-    found = node.op_overload(*args, **kwargs)
+    results = node.op_overload(*args, **kwargs)
     outputs = node.outputs if isinstance(getattr(node, "outputs", None), list | tuple) else []
-    for buffer, tensor in zip(outputs, found if isinstance(found, list | tuple) else [found], strict=False):
+    for buffer, tensor in zip(outputs, results if isinstance(results, list | tuple) else [results], strict=False):
         held[buffer.get_name()] = tensor
     if not outputs and not node.get_mutation_names():
-        held[node.get_name()] = found
+        held[node.get_name()] = results
 
 
 # ---------------------------------------------------------------------- what inductor scheduled
@@ -144,7 +131,7 @@ def program_of(graph: Any) -> Program:
 
 
 def view_of(node: Any) -> Any:
-    """The buffer behind a node of inductor's IR, and how it is looked at; None for what is no tensor."""
+    """The buffer behind a node of inductor's IR, as the node sees it; None if it is not a tensor."""
     while isinstance(node, ir.TensorBox | ir.StorageBox):
         node = node.data
     if not isinstance(node, ir.Buffer | ir.ReinterpretView):
@@ -202,7 +189,7 @@ class _Reader:
             self.buffers[name] = Buffer(_ints(layout.size), _ints(layout.stride), layout.dtype, device)
 
     def placed(self, view: View) -> View:
-        """The same view of the buffer that owns the memory."""
+        """A view as one of the buffer that owns the memory."""
         while view.buffer in self.views:
             owner = self.views[view.buffer]
             view = view._replace(buffer=owner.buffer, offset=view.offset + owner.offset)
@@ -211,7 +198,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ kinds of nodes
     def kernels(self, node: Any) -> Iterator[Kernel]:
-        """What a node of the schedule launches."""
+        """The kernels that a node of the schedule launches."""
         if isinstance(node, scheduler.NopKernelSchedulerNode):
             return
         if isinstance(node, scheduler.GroupedSchedulerNode | scheduler.ForeachKernelSchedulerNode):
@@ -272,8 +259,8 @@ class _Reader:
         buffer = self.buffers.get(name)
         if buffer is None:
             tensor = self.graph.graph_inputs.get(name)
-            found = self.views.get(name) or view_of(tensor if tensor is not None else self.graph.get_buffer(name))
-            return View(name, found.size, found.stride, 0)
+            view = self.views.get(name) or view_of(self.graph.get_buffer(name) if tensor is None else tensor)
+            return View(name, view.size, view.stride)
         return View(name, buffer.size, buffer.stride)
 
     def _fused(self, node: Any) -> Kernel:
@@ -297,7 +284,7 @@ class _Reader:
         return Kernel(f"fused.{kind}", read, written, ("compiled", _triton_name(node)), owned, reuses)
 
     def _touched(self, name: str, deps: Any) -> View:
-        """What a kernel reads or writes of a buffer: all of it, or as many elements as its loops have."""
+        """The part of a buffer that a kernel reads or writes: all of it, or as many elements as its loops have."""
         whole = self.placed(self._whole(name))
         count = prod(size for size, stride in zip(whole.size, whole.stride, strict=True) if stride)
         touched = sum(_elements(dep, count) for dep in deps if dep.name == name)
@@ -317,22 +304,22 @@ class _Reader:
                         break
 
     def _can_replace(self, old: str, new: str) -> bool:
-        buffer = self.buffers.get(old)
-        if buffer is None and old in self.scheduler.name_to_donated_buffer:
-            view = view_of(self.graph.graph_inputs[old])
-            dtype = self.graph.graph_inputs[old].get_dtype()
-            return bool(prod(view.size) == prod(self.buffers[new].size) and dtype == self.buffers[new].dtype)
-        if buffer is None or old in self.views:
+        """Whether a buffer fits in the memory of another, which the compiled code owns or may overwrite."""
+        buffer, wanted = self.buffers.get(old), self.buffers[new]
+        if buffer is not None:
+            return old not in self.views and (prod(buffer.size), buffer.dtype) == (prod(wanted.size), wanted.dtype)
+        if old not in self.scheduler.name_to_donated_buffer:
             return False
-        return prod(buffer.size) == prod(self.buffers[new].size) and buffer.dtype == self.buffers[new].dtype
+        donated = self.graph.graph_inputs[old]
+        return bool(prod(view_of(donated).size) == prod(wanted.size) and donated.get_dtype() == wanted.dtype)
 
 
 def _reads_last(node: Any, part: Any, name: str) -> bool:
     """Whether a part of a fused kernel is the last to read a buffer, and all parts read it at the same places."""
     deps = [(other, dep) for other in node.get_nodes() for dep in other.read_writes.reads_and_writes()]
-    found = [(other, dep) for other, dep in deps if dep.name == name]
-    others = {other.get_name() for other, _ in found} - {part.get_name()}
-    return len({dep for _, dep in found}) == 1 and others <= set(part.ancestors)
+    touching = [(other, dep) for other, dep in deps if dep.name == name]
+    others = {other.get_name() for other, _ in touching} - {part.get_name()}
+    return len({dep for _, dep in touching}) == 1 and others <= set(part.ancestors)
 
 
 def _names(deps: Any) -> list[str]:
@@ -362,7 +349,7 @@ def _arguments(node: Any) -> dict[str, Any]:
 
 
 def _marks(given: dict[str, Any]) -> tuple[str, ...]:
-    """What matters for the price of an operator besides its tensors (`record.Recorder`)."""
+    """Options that the cost of an operator depends on besides its tensors (as `record._options`)."""
     masked = any(given.get(key) is not None for key in ("attn_bias", "attn_mask"))
     wanted = "".join(str(int(part)) for part in given.get("output_mask") or ())
     marks = {
@@ -384,7 +371,7 @@ def _precision(name: str, reader: _Reader, reads: Sequence[View]) -> tuple[str, 
     if name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")):
         allowed = matmuls_use_tf32()
     else:
-        allowed = name.startswith("aten.convolution") and convolutions_use_tf32()
+        allowed = name.startswith("aten.convolution") and cudnn_uses_tf32("conv")
     return ("tf32",) if allowed and reads and reader.graph.get_dtype(reads[-1].buffer) == torch.float32 else ()
 
 
@@ -400,15 +387,11 @@ def _triton_name(node: Any) -> str:
 
 # ---------------------------------------------------------------------- lifetimes
 def _with_lifetimes(kernels: list[Kernel], reader: _Reader, kept: set[str]) -> list[Kernel]:
-    """Every buffer is freed after the kernel that uses it last; one that is needed later is not written over."""
+    """Free every buffer after the kernel that uses it last, and overwrite none that is needed later."""
     last: dict[str, int] = {}
-    first: dict[str, int] = {}
     for place, kernel in enumerate(kernels):
-        names = {view.buffer for view in (*kernel.reads, *kernel.writes)} | set(kernel.allocates)
-        for name in names:
-            last[name] = place
-            first.setdefault(name, place)
-    found = []
+        last |= dict.fromkeys({view.buffer for view in (*kernel.reads, *kernel.writes)} | set(kernel.allocates), place)
+    complete = []
     made: set[str] = set()
     for place, kernel in enumerate(kernels):
         reuses = tuple((new, old) for new, old in kernel.reuses if last[old] == place and old not in kept)
@@ -418,5 +401,5 @@ def _with_lifetimes(kernels: list[Kernel], reader: _Reader, kept: set[str]) -> l
         allocates = tuple(sorted((needed & reader.buffers.keys()) - replaced - made))
         made |= needed
         frees = tuple(name for name, at in last.items() if at == place and name not in kept)
-        found.append(kernel._replace(reuses=reuses, allocates=allocates, frees=frees))
-    return found
+        complete.append(kernel._replace(reuses=reuses, allocates=allocates, frees=frees))
+    return complete

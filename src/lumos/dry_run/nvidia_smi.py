@@ -1,7 +1,7 @@
 """`nvidia-smi` in a dry run: the GPUs that the script has, idle and empty.
 
-Run as a program of its own without this package's dependencies. It answers the table, `-L` and queries for fields of
-GPUs and of processes, of which there are none; a field that it does not know is `[N/A]`.
+It runs as a separate program without this package's dependencies. It prints the table, and answers `-L` and queries for
+fields of GPUs and of processes, of which there are none; an unknown field is `[N/A]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LISTS, _PROCESSES = ("-L", "--list-gpus"), ("--query-compute-apps", "--query-ap
 
 
 def answer(arguments: Sequence[str], plan: dict[str, Any], world: int) -> str:
-    """What is printed; ValueError for a question that has no answer here."""
+    """The text to print; ValueError for an unsupported question."""
     options = _options(arguments)
     chosen = options.pop("-i", options.pop("--id", ""))
     count = max(min(world, _MOST_GPUS), 1)
@@ -45,7 +45,7 @@ def answer(arguments: Sequence[str], plan: dict[str, Any], world: int) -> str:
 
 
 def _unit(value: str) -> str:
-    """What is written behind a number."""
+    """The unit after a number."""
     return next((unit for unit in _UNITS if value.endswith(f" {unit}")), "")
 
 
@@ -64,7 +64,7 @@ def _options(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _fields(index: int, count: int, plan: dict[str, Any]) -> dict[str, str]:
-    """The fields of a query, of one GPU."""
+    """The fields that a query can ask for, of one GPU."""
     name, total = str(plan.get("gpu", "GPU")), f"{round(float(plan.get('memory_gib', 0)) * 1024)} MiB"
     capability = ".".join(map(str, plan.get("capability", (9, 0))))
     uuid = f"GPU-00000000-0000-0000-0000-{index:012d}"
@@ -85,7 +85,7 @@ def _table(fields: Sequence[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Print the answer, as the program of that name does."""
+    """Print the answer, as nvidia-smi does."""
     plan = json.loads(os.environ["LUMOS_CAPTURE"])
     world = int(os.environ.get("WORLD_SIZE", "1"))
     try:

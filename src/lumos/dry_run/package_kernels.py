@@ -1,10 +1,13 @@
-"""Kernels of packages that transformers calls if they are installed: mamba-ssm, causal-conv1d, flash-linear-attention.
+"""Kernels that are not PyTorch's: of packages that transformers calls, of other libraries, of Triton.
 
-Without them transformers runs a reference in plain PyTorch, which nobody trains with: it is many times slower and holds
-what a kernel keeps in registers. A dry run records the matmuls that a kernel is made of instead, and what it reads and
-writes; all of it is marked as unseen. The matmuls of a chunk are those of the papers: Mamba-2 (arXiv:2405.21060,
-section 6), gated delta networks (arXiv:2412.06464, section 3.3). A backward pass computes two gradients of each, and
-its states once more.
+transformers calls mamba-ssm, causal-conv1d and flash-linear-attention if they are installed. Without them it runs a
+reference in plain PyTorch, which no one trains with: it is many times slower and holds what a kernel keeps in
+registers. A dry run records the matmuls that a kernel consists of instead, and what it reads and writes. The matmuls of
+a chunk are those of the papers: Mamba-2 (arXiv:2405.21060, section 6), gated delta networks (arXiv:2412.06464, section
+3.3). A backward pass computes two gradients of each, and its states once more.
+
+An operator of `torch.library.custom_op` has an implementation, which runs on fake tensors. Kernels whose work stays
+unknown are recorded by what they read and write. Everything estimated here is marked as unseen.
 """
 
 from __future__ import annotations
@@ -13,31 +16,88 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.util import find_spec
 from math import ceil
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from lumos.dry_run.fake_gpu import Replacement
+from lumos.dry_run.operator_log import OperatorLog
 from lumos.program.op import UNSEEN
 
 NOT_INSTALLED = "{} is estimated: kernels of its package take the place of the reference code in transformers"
 _DELTA_CHUNK = 64  # tokens; of flash-linear-attention, whatever the reference takes
 _BACKWARD_PASSES = 3
+_OF_PYTORCH = frozenset(
+    ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional",
+     "_dtensor", "fsdp", "quantized", "quantized_decomposed", "inductor", "rngprims", "symm_mem", "mkldnn",
+     "higher_order")
+)  # fmt: skip
 
 
-class KernelRecorder(Protocol):
-    """Where kernels are written down (`record.Recorder`)."""
-
-    notes: dict[str, None]
-
-    def add(
-        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
-    ) -> Any: ...
-    def paused(self) -> AbstractContextManager[None]: ...
+# ---------------------------------------------------------------------- operators of other libraries
+def is_own(overload: Any) -> bool:
+    """Whether an operator belongs to a library other than PyTorch."""
+    return isinstance(overload, torch._ops.OpOverload) and overload.namespace not in _OF_PYTORCH
 
 
+def is_composite(overload: Any) -> bool:
+    """Whether an operator is made of others: autograd takes those apart, below it they arrive whole."""
+    if overload.namespace == "prim":  # TorchScript's: the dispatcher does not have them
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel(overload.name(), "CompositeImplicitAutograd"))
+
+
+def implementation_of(overload: Any) -> Callable[..., Any] | None:
+    """The Python function that an operator runs on a GPU; None if it is unknown."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(overload._schema.name)
+    if definition is None:
+        return None
+    functions = definition._backend_fns
+    return functions.get("cuda") or functions.get(None) or definition._init_fn  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------- kernels of Triton
+def triton_launches(log: OperatorLog) -> Iterator[Replacement]:
+    """The functions that launch a script's kernels of Triton; none if Triton is not installed."""
+    if find_spec("triton") is None:
+        return
+    kernel, tuner = import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime.autotuner").Autotuner
+
+    @functools.wraps(kernel.run)
+    def launch(self: Any, *args: Any, **options: Any) -> None:
+        if not options.get("warmup"):
+            record_launch(log, self, [*args, *options.values()])
+
+    @functools.wraps(tuner.run)
+    def first_choice(self: Any, *args: Any, **options: Any) -> Any:
+        """Run any configuration: the fastest one has the same operands."""
+        return self.fn.run(*args, **options)
+
+    yield kernel, "run", launch
+    yield tuner, "run", first_choice
+
+
+def record_launch(log: OperatorLog, kernel: Any, arguments: list[Any]) -> None:
+    """Record a launch with tensors among its arguments; the last of them is assumed to be its result."""
+    tensors = [value for value in (getattr(a, "base", a) for a in arguments) if isinstance(value, torch.Tensor)]
+    if tensors:
+        log.add(name_of(kernel), tensors[:-1], tensors[-1:], (UNSEEN,))
+
+
+def name_of(kernel: Any) -> str:
+    """The name of a kernel that the user wrote."""
+    kernel = getattr(kernel, "fn", kernel)  # of an autotuned one
+    return f"triton.{getattr(kernel, '__name__', '') or getattr(getattr(kernel, 'fn', None), '__name__', 'kernel')}"
+
+
+# ---------------------------------------------------------------------- kernels of packages for transformers
 class Matmul(NamedTuple):
     """A product of two matrices, as often as there are chunks and heads."""
 
@@ -48,20 +108,26 @@ class Matmul(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What is known of one function: its results and its matmuls, from its arguments by name."""
+    """Results and matmuls of one function, from its arguments by name."""
 
-    results: Callable[[dict[str, Any]], Any]
+    results: Callable[[dict[str, Any]], tuple[torch.Tensor | None, ...]]
     matmuls: Callable[[dict[str, Any]], list[Matmul]] = lambda _: []
 
 
-# ---------------------------------------------------------------------- what each function computes
-def _mamba2_results(given: dict[str, Any]) -> Any:
-    x, b = given["hidden_states"], given["B"]
-    out = torch.empty_like(x)
-    if not given["return_final_states"]:
-        return out
+def _mamba2_results(given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    x = given["hidden_states"]
     batch, _, heads, width = x.shape
-    return out, x.new_empty((batch, heads, width, b.shape[-1]), dtype=torch.float32)
+    return _with_state(x, given["return_final_states"], (batch, heads, width, given["B"].shape[-1]))
+
+
+def _scan_results(given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    x = given["hidden_states"]
+    return _with_state(x, given["return_last_state"], (*x.shape[:2], given["A"].shape[-1]))
+
+
+def _with_state(x: Any, is_wanted: bool, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """A result like the input, and the last state if it is wanted."""
+    return torch.empty_like(x), *([x.new_empty(shape, dtype=torch.float32)] if is_wanted else [])
 
 
 def _mamba2_matmuls(given: dict[str, Any]) -> list[Matmul]:
@@ -76,14 +142,7 @@ def _mamba2_matmuls(given: dict[str, Any]) -> list[Matmul]:
     ]
 
 
-def _scan_results(given: dict[str, Any]) -> Any:
-    x = given["hidden_states"]
-    out = torch.empty_like(x)
-    state = given["A"].shape[-1]
-    return (out, x.new_empty((*x.shape[:2], state), dtype=torch.float32)) if given["return_last_state"] else out
-
-
-def _delta_results(given: dict[str, Any]) -> Any:
+def _delta_results(given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
     key, value = given["key"], given["value"]
     batch, _, heads, width = value.shape
     state = key.new_empty((batch, heads, key.shape[-1], width), dtype=torch.float32)
@@ -104,41 +163,40 @@ def _delta_matmuls(given: dict[str, Any]) -> list[Matmul]:
     ]
 
 
-KERNELS = {
+KERNELS = {  # by the name in its package
     "mamba_chunk_scan_combined": Kernel(_mamba2_results, _mamba2_matmuls),
     "selective_scan_fn": Kernel(_scan_results),
-    "causal_conv1d_fn": Kernel(lambda given: torch.empty_like(given["hidden_states"])),
+    "causal_conv1d_fn": Kernel(lambda given: (torch.empty_like(given["hidden_states"]),)),
     "chunk_gated_delta_rule": Kernel(_delta_results, _delta_matmuls),
     "chunk_kda": Kernel(_delta_results, _delta_matmuls),
-}  # by the name in its package
+}
 
 
-# ---------------------------------------------------------------------- in place of the reference
-def estimated_kernels(recorder: KernelRecorder, module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, replacement) of the references among the functions of a modeling module of transformers."""
+def estimated_kernels(log: OperatorLog, module: ModuleType) -> Iterator[Replacement]:
+    """The references among the functions of a modeling module of transformers."""
     for name, function in list(vars(module).items()):
-        found = _reference(function)
-        if found is not None and found[0] in KERNELS:
-            yield module, name, _estimated(recorder, *found)
+        package_name, reference = _reference(function)
+        if package_name in KERNELS:
+            yield module, name, _estimated(log, package_name, reference)
 
 
-def modeling_module(model: torch.nn.Module) -> ModuleType | None:
-    """The module of transformers that defines a class of layers."""
-    name = type(model).__module__
-    return sys.modules.get(name) if name.startswith("transformers.models.") else None
+def modeling_modules(model: torch.nn.Module) -> list[ModuleType]:
+    """The modules of transformers that define the classes of a model's layers."""
+    names = sorted({type(part).__module__ for part in model.modules()})
+    return [sys.modules[name] for name in names if name.startswith("transformers.models.") and name in sys.modules]
 
 
-def _reference(function: Any) -> tuple[str, Callable[..., Any]] | None:
+def _reference(function: Any) -> tuple[str, Any]:
     """Name of the package's function, and the one that runs without the package (`hub_kernels` of transformers)."""
     if not inspect.isfunction(function) or "torch_function" not in function.__code__.co_freevars:
-        return None
+        return "", None
     cells = inspect.getclosurevars(function).nonlocals
     if cells.get("is_new_implementation", True):
-        return None
+        return "", None
     return str(cells.get("func_name", "")), cells["torch_function"]
 
 
-def _estimated(recorder: KernelRecorder, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+def _estimated(log: OperatorLog, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(reference)
 
     @functools.wraps(reference)
@@ -148,8 +206,8 @@ def _estimated(recorder: KernelRecorder, name: str, reference: Callable[..., Any
         given = bound.arguments
         if not any(value.device.type == "cuda" for value in given.values() if isinstance(value, torch.Tensor)):
             return reference(*args, **kwargs)
-        recorder.notes[NOT_INSTALLED.format(name)] = None
-        return _Kernel.apply(recorder, name, given, *given.values())
+        log.notes[NOT_INSTALLED.format(name)] = None
+        return _Kernel.apply(log, name, given, *given.values())
 
     return estimate
 
@@ -158,40 +216,33 @@ class _Kernel(torch.autograd.Function):  # type: ignore[misc]
     """Its operands are kept for the backward pass, as kernels keep them; everything else is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: KernelRecorder, name: str, given: dict[str, Any], *values: Any) -> Any:
-        with recorder.paused():
-            found = KERNELS[name].results(given)
-        ctx.recorder, ctx.name = recorder, name
-        ctx.count = len(values)
-        ctx.tensors = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        operands = [values[place] for place in ctx.tensors]
+    def forward(ctx: Any, log: OperatorLog, name: str, given: dict[str, Any], *values: Any) -> Any:
+        with log.paused():
+            results = KERNELS[name].results(given)
+        ctx.log, ctx.name, ctx.count, ctx.matmuls = log, name, len(values), KERNELS[name].matmuls(given)
+        ctx.places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        operands = [values[place] for place in ctx.places]
         ctx.save_for_backward(*operands)
-        ctx.matmuls = KERNELS[name].matmuls(given)
-        _run(recorder, name, ctx.matmuls, operands, [t for t in _listed(found) if t is not None])
-        return found
+        _record(log, name, ctx.matmuls, operands, results)
+        return results if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         operands = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[3 + place] for place in ctx.tensors]
-        with ctx.recorder.paused():
-            found = [torch.empty_like(t) if w else None for t, w in zip(operands, wanted, strict=True)]
-        read = [*operands, *(gradient for gradient in gradients if gradient is not None)]
-        matmuls = ctx.matmuls * _BACKWARD_PASSES
-        _run(ctx.recorder, f"{ctx.name}_backward", matmuls, read, [t for t in found if t is not None])
-        placed = dict(zip(ctx.tensors, found, strict=True))
-        return None, None, None, *(placed.get(place) for place in range(ctx.count))
+        wanted = [ctx.needs_input_grad[3 + place] for place in ctx.places]
+        with ctx.log.paused():
+            results = [torch.empty_like(t) if w else None for t, w in zip(operands, wanted, strict=True)]
+        _record(ctx.log, f"{ctx.name}_backward", ctx.matmuls * _BACKWARD_PASSES, [*operands, *gradients], results)
+        by_place = dict(zip(ctx.places, results, strict=True))
+        return None, None, None, *map(by_place.get, range(ctx.count))
 
 
-def _listed(found: Any) -> list[Any]:
-    return list(found) if isinstance(found, tuple) else [found]
-
-
-def _run(recorder: KernelRecorder, name: str, matmuls: list[Matmul], inputs: list[Any], outputs: list[Any]) -> None:
-    """Write the kernels of one function down: its matmuls, then what it reads and writes."""
+def _record(log: OperatorLog, name: str, matmuls: list[Matmul], inputs: list[Any], outputs: Any) -> None:
+    """Record the kernels of one function: its matmuls, then what it reads and writes."""
     mark = (UNSEEN, f"of={name}")
     for count, m, n, k in matmuls:
-        with recorder.paused():
+        with log.paused():
             a, b, c = (inputs[0].new_empty(shape) for shape in ((count, m, k), (count, k, n), (count, m, n)))
-        recorder.add("aten.bmm.default", [a, b], [c], mark)
-    recorder.add(f"kernel.{name}", inputs, outputs, mark)
+        log.add("aten.bmm.default", [a, b], [c], mark)
+    read, written = ([tensor for tensor in tensors if tensor is not None] for tensors in (inputs, outputs))
+    log.add(f"kernel.{name}", read, written, mark)
