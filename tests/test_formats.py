@@ -909,7 +909,7 @@ def test_the_real_export_of_nsight_replays(shared_data: Path) -> None:
     assert Counter(Category(c).name for c in trace.category)["COPY"] == 15
     assert trace.headers[0].gpu == "NVIDIA A100-SXM4-40GB"
     assert abs(run.error_pct) < 0.5
-    assert (run.execution.nodes.launch_row[trace.on_gpu] >= 0).all()
+    assert (run.execution.nodes.trace.launch_row[trace.on_gpu] >= 0).all()
 
 
 @pytest.mark.data

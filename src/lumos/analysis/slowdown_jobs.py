@@ -9,7 +9,7 @@ import numpy as np
 
 from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import SlowdownJob, Worker
-from lumos.analysis.stragglers import group_medians, numbered, occurrence, step_of_nodes
+from lumos.analysis.stragglers import group_medians, step_of_nodes
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.graph.graph import Bools, Floats, Ints, simulate, simulate_many
@@ -17,7 +17,7 @@ from lumos.graph.operation_graph import OperationGraph, operation_graph
 from lumos.graph.rules.build import StepNodes
 from lumos.read.operation_table import is_operation_table
 from lumos.trace.names import Kind, is_step
-from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable, numbered, occurrence
 from lumos.trace.steps import StepMarks
 
 _JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer

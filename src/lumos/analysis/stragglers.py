@@ -100,23 +100,6 @@ def step_of_nodes(nodes: Nodes, marks: StepMarks, until_next: bool) -> Ints:
     return found
 
 
-def numbered(*columns: Ints) -> Ints:
-    """A number for each combination of values that occurs, in their order."""
-    key = np.unique(columns[0], return_inverse=True)[1].astype(np.int64)
-    for column in columns[1:]:
-        values, other = np.unique(column, return_inverse=True)
-        key = np.unique(key * len(values) + other, return_inverse=True)[1].astype(np.int64)
-    return key
-
-
-def occurrence(cell: Ints, start: Ints) -> Ints:
-    """The occurrence index of each within its cell, in the order of time."""
-    order = np.lexsort((start, cell))
-    place = np.empty(len(cell), np.int64)
-    place[order] = np.arange(len(cell)) - np.searchsorted(cell[order], cell[order])
-    return place
-
-
 def group_medians(group: Ints, value: Floats, groups: int, lower: bool) -> Floats:
     """The median of each group, 0 for an empty one; of two in the middle the `lower`, or their mean.
 

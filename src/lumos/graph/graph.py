@@ -68,6 +68,12 @@ class Edges:
         return Edges(source, target, np.full(size, rule, np.uint8), none, none, np.full(size, from_start))
 
     @staticmethod
+    def of_pairs(pairs: list[tuple[int, int]], rule: Rule) -> Edges:
+        """Edges of one rule from (source, target)."""
+        source, target = np.array(pairs, np.int32).reshape(-1, 2).T
+        return Edges.of(source, target, rule)
+
+    @staticmethod
     def join(parts: list[Edges]) -> Edges:
         """All edges of several rules."""
         if not parts:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lumos.errors import CycleError, InputError
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, make_graph
-from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable, numbered, occurrence
 
 _LANES = 6  # of a worker in a step: passes and what closes the step, four kinds of messages, collectives of replicas
 _CLOCK_S = 5e-5  # operations of one worker are in order up to this
@@ -202,11 +202,11 @@ def _neighbours(table: OperationTable, own: Ints, kind: int) -> tuple[Ints, Ints
     place = _place(table, own, kind)
     where = (table.step_index[own], table.dp_rank[own], place)
     best = np.zeros((2, 0), np.int64)
-    for number in (table.micro_batch[own], _number_within(where)):
+    for number in (table.micro_batch[own], occurrence(numbered(*where))):
         key = np.stack((*where[:2], number, place))
         wanted = np.concatenate([key, key + np.array([[0], [0], [0], [1]])], axis=1)
-        _, group, count = np.unique(wanted, axis=1, return_inverse=True, return_counts=True)
-        group = np.ravel(group)
+        group = numbered(*wanted)
+        count = np.bincount(group)
         receiver, sender = (np.full(len(count), -1) for _ in range(2))
         receiver[group[: len(own)]], sender[group[len(own) :]] = own, own
         found = (count == 2) & (receiver >= 0) & (sender >= 0)
@@ -293,11 +293,9 @@ def _paired(table: OperationTable, of_pass: Ints) -> tuple[Ints, int]:
     rows, of_pass, backward, send, sender = rows[real], of_pass[real], backward[real], send[real], sender[real]
     best, most = np.full(len(table), -1), 0
     where = (table.step_index[rows], table.dp_rank[rows], backward, sender)
-    for number in (table.micro_batch[of_pass], _number_within((*where, send))):
-        _, key, count = np.unique(np.stack((*where, number)), axis=1, return_inverse=True, return_counts=True)
-        key = np.ravel(key)
-        sends = np.bincount(key, weights=send, minlength=len(count))
-        pair = ((count == 2) & (sends == 1))[key]
+    for number in (table.micro_batch[of_pass], occurrence(numbered(*where, send))):
+        key = numbered(*where, number)
+        pair = ((np.bincount(key) == 2) & (np.bincount(key, weights=send) == 1))[key]
         if int(pair.sum()) > most:
             most = int(pair.sum())
             best = np.full(len(table), -1)
@@ -305,16 +303,6 @@ def _paired(table: OperationTable, of_pass: Ints) -> tuple[Ints, int]:
         if most == len(rows):
             break
     return best, len(rows) - most
-
-
-def _number_within(columns: tuple[Ints | Bools, ...]) -> Ints:
-    """The how-manieth row of its group each row is."""
-    _, group = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    group = np.ravel(group)
-    order = np.argsort(group, kind="stable")
-    number = np.empty(len(group), np.int64)
-    number[order] = np.arange(len(group)) - np.searchsorted(group[order], group[order])
-    return number
 
 
 def _first_backward(table: OperationTable, passes: _Passes) -> Ints:
@@ -384,8 +372,7 @@ def _meetings(table: OperationTable, messages: Ints) -> Ints:
     stage = np.where(replicas, table.stage, -1)
     replica = np.where(ends, table.dp_rank, -1)
     columns = (table.step_index, table.kind, table.sequence, stage, replica)
-    _, number = np.unique(np.stack([c[rows] for c in columns]), axis=1, return_inverse=True)
-    meeting[rows] = int(messages.max(initial=-1)) + 1 + np.ravel(number)
+    meeting[rows] = int(messages.max(initial=-1)) + 1 + numbered(*(column[rows] for column in columns))
     return meeting
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from itertools import starmap
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -75,24 +75,15 @@ class _Event(msgspec.Struct, gc=False):
     args: Any = None
 
 
-class _TypedEvent(_Event, gc=False):
-    """The same, decoding only the arguments that are needed: several times faster than a dictionary."""
+def _event_type(args: type[_Args], exact: bool) -> type[_Event]:
+    """An event of which only these arguments are decoded: several times faster than a dictionary.
 
-    args: _Args | str | int | float | bool | list[Any] | None = None
-
-
-class _ExactEvent(_TypedEvent, gc=False):
-    """The same with the digits of its time, for files that write epoch times as 1712195495519689.047."""
-
-    ts: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _OpEvent(_TypedEvent, gc=False):
-    args: _OpArgs | str | int | float | bool | list[Any] | None = None
-
-
-class _ExactOpEvent(_ExactEvent, gc=False):
-    args: _OpArgs | str | int | float | bool | list[Any] | None = None
+    With `exact`, it has the digits of its time, for files that write epoch times as 1712195495519689.047.
+    """
+    known: Any = args | str | int | float | bool | list[Any] | None
+    digits = [("ts", msgspec.Raw, msgspec.Raw(b"null"))] if exact else []
+    found: Any = msgspec.defstruct("_TypedEvent", [*digits, ("args", known, None)], bases=(_Event,), gc=False)
+    return cast(type[_Event], found)
 
 
 class _NeedsDigitsError(Exception):
@@ -105,9 +96,9 @@ def read_kineto(path: Path, share: tuple[int, int] = (0, 1), operators: bool = T
     With `operators`, it has what operators were called with and what allocators held, which the graph does not need.
     """
     try:
-        return _read(path, _OpEvent if operators else _TypedEvent, share)
+        return _read(path, share, operators, exact=False)
     except _NeedsDigitsError:  # known from the first slice, as a rule
-        return _read(path, _ExactOpEvent if operators else _ExactEvent, share)
+        return _read(path, share, operators, exact=True)
 
 
 def read_share(operators: bool, share: tuple[Path, int, int]) -> Trace | None:
@@ -121,9 +112,9 @@ def read_share(operators: bool, share: tuple[Path, int, int]) -> Trace | None:
         raise InputError(f"{path}: out of memory; read fewer ranks with --match, or record fewer steps") from None
 
 
-def _read(path: Path, event_type: type[_TypedEvent], share: tuple[int, int]) -> Trace:
-    slices = Slices(path, event_type, share)
-    columns, free, read = _Columns(issubclass(event_type, _OpEvent | _ExactOpEvent)), available_bytes(), 0
+def _read(path: Path, share: tuple[int, int], operators: bool, exact: bool) -> Trace:
+    slices = Slices(path, _event_type(_OpArgs if operators else _Args, exact), share)
+    columns, free, read = _Columns(operators), available_bytes(), 0
     columns.add([])  # a share may hold nothing
     for events in slices:
         columns.add(events)
@@ -178,7 +169,7 @@ class _Columns:
         self.allocations = [_allocations([])]
         self.refused = 0
 
-    def add(self, events: list[_TypedEvent]) -> None:
+    def add(self, events: list[_Event]) -> None:
         """Append the spans of one slice, column by column: a step through all events for each costs the least."""
         kept = [e for e in events if e.ph == "X" and type(e.cat) is str and e.cat in _CODES]
         category = np.array([_CODES[e.cat] for e in kept], np.uint8)
@@ -211,11 +202,11 @@ class _Columns:
         sequence = _integers([-1 if a is _NO_ARGS else a.autograd for a in args], 1 << 31)
         return argument, sequence.astype(np.int32)
 
-    def _names(self, kept: list[_TypedEvent]) -> Array:
+    def _names(self, kept: list[_Event]) -> Array:
         names = [e.name if type(e.name) is str else str(e.name) for e in kept]
         return np.array(list(map(self.names.__getitem__, names)), np.int32)
 
-    def _lanes(self, kept: list[_TypedEvent], args: list[_Args], category: Array) -> Array:
+    def _lanes(self, kept: list[_Event], args: list[_Args], category: Array) -> Array:
         """The lane of every event: its stream, by its arguments or else by its process and thread; or its thread."""
         keys: list[tuple[bool, Any, Any]] = [(False, e.pid, e.tid) for e in kept]
         for i in np.flatnonzero(np.isin(category, _ON_STREAM)).tolist():

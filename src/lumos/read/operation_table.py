@@ -18,7 +18,7 @@ from lumos.errors import InputError
 from lumos.files import open_file, read_file
 from lumos.read.formats import available_bytes, head_of, require_memory
 from lumos.read.json_slices import BAD_GZIP, open_bytes
-from lumos.trace.operations import COMPUTE, KNOWN_TYPES, Bools, Floats, Ints, OperationTable
+from lumos.trace.operations import COMPUTE, KNOWN_TYPES, Bools, Floats, Ints, OperationTable, numbered, occurrence
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -106,11 +106,11 @@ def _completed(path: Path, table: OperationTable) -> OperationTable:
     sequence, chunk, micro_batch = table.sequence.copy(), table.chunk.copy(), table.micro_batch.copy()
     group = (table.step_index * len(table.workers) + table.worker) * len(table.types) + table.kind
     if np.any(sequence < 0):
-        sequence = _position_in_group(group)
-    key = np.stack((group, sequence))
-    _, where, count = np.unique(key, axis=1, return_index=True, return_counts=True)
+        sequence = occurrence(group)
+    call = numbered(group, sequence)
+    count = np.bincount(call)
     if np.any(count > 1):
-        row = int(where[np.argmax(count > 1)])
+        row = int(np.argmax(call == np.argmax(count > 1)))
         raise InputError(
             f"{path}: {table.types[table.kind[row]]} number {sequence[row]} of dp_rank {table.dp_rank[row]}, stage "
             f"{table.stage[row]} occurs {int(count.max())} times in step {table.step[row]}; number them by "
@@ -122,16 +122,6 @@ def _completed(path: Path, table: OperationTable) -> OperationTable:
         unknown = passes & (micro_batch < 0)
         micro_batch[unknown] = sequence[unknown]
     return replace(table, sequence=sequence, chunk=chunk, micro_batch=micro_batch)
-
-
-def _position_in_group(group: Ints) -> Ints:
-    """The how-manieth of its group each row is, in the order of the rows."""
-    order = np.argsort(group, kind="stable")
-    ordered = group[order]
-    first = np.searchsorted(ordered, ordered)
-    position = np.empty(len(group), np.int64)
-    position[order] = np.arange(len(group)) - first
-    return position
 
 
 def _places(path: Path, numbers: dict[str, Ints]) -> tuple[Ints, Ints, Ints]:

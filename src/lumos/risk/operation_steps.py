@@ -13,13 +13,12 @@ from functools import cached_property
 
 import numpy as np
 
-from lumos.analysis.stragglers import numbered
 from lumos.graph.graph import Bools, Floats, Ints, simulate_many
 from lumos.graph.operation_graph import OperationGraph, meetings_of, operation_graph
 from lumos.risk.drawn_steps import DRAWS
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.variability import NONE, Pauses, Spread, Variability
-from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable, numbered
 
 _FAR = 5.0  # robust standard deviations from which on a worker is an exception, not one of the others
 _LEAST_FAR = 0.03

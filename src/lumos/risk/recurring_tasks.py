@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.analysis.replay import Replay
-from lumos.analysis.stragglers import group_medians, numbered, occurrence, step_of_nodes
+from lumos.analysis.stragglers import group_medians, step_of_nodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.rules.nodes import Nodes
 from lumos.trace.names import Kind
+from lumos.trace.operations import numbered, occurrence
 
 HOST, KERNEL, TRANSFER = 0, 1, 2
 PARTS = ("host", "kernel", "collective")

@@ -97,3 +97,20 @@ class OperationTable:
     def select(self, rows: Bools) -> OperationTable:
         """Some of the rows, as a table."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _ARRAYS})
+
+
+def numbered(*columns: Ints | Bools) -> Ints:
+    """A number for each combination of values that occurs, in their order."""
+    key = np.unique(columns[0], return_inverse=True)[1].astype(np.int64)
+    for column in columns[1:]:
+        values, other = np.unique(column, return_inverse=True)
+        key = np.unique(key * len(values) + other, return_inverse=True)[1].astype(np.int64)
+    return key
+
+
+def occurrence(cell: Ints, start: Ints | None = None) -> Ints:
+    """The occurrence index of each within its cell, in the order of time, or else of rows."""
+    order = np.argsort(cell, kind="stable") if start is None else np.lexsort((start, cell))
+    place = np.empty(len(cell), np.int64)
+    place[order] = np.arange(len(cell)) - np.searchsorted(cell[order], cell[order])
+    return place

@@ -41,8 +41,7 @@ def event_edges(nodes: Nodes) -> Edges:
         rank = int(trace.rank[part[0]]) if len(part) else -1
         if len(nodes.streams.get(rank, [])) >= 2:
             found += _RankEvents(nodes, rank, part, details.get(rank, {})).edges()
-    source, target = zip(*found, strict=True) if found else ((), ())
-    return Edges.of(source, target, Rule.EVENT)
+    return Edges.of_pairs(found, Rule.EVENT)
 
 
 class _Wait(NamedTuple):

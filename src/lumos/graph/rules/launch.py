@@ -19,9 +19,9 @@ _CLOCK_SKEW, _RELEASE, _QUEUE = _LIMITS["launch"]["clock_skew"], _LIMITS["graph"
 
 def launch_edges(nodes: Nodes) -> Edges:
     """From the call to the first node it put on each stream; the rest of a CUDA graph follows by stream order."""
-    rows = np.flatnonzero(nodes.launch_row >= 0)
-    rows = rows[np.lexsort((nodes.first_node[rows], nodes.trace.lane[rows], nodes.launch_row[rows]))]
-    call, lane = nodes.launch_row[rows], nodes.trace.lane[rows]
+    rows = np.flatnonzero(nodes.trace.launch_row >= 0)
+    rows = rows[np.lexsort((nodes.first_node[rows], nodes.trace.lane[rows], nodes.trace.launch_row[rows]))]
+    call, lane = nodes.trace.launch_row[rows], nodes.trace.lane[rows]
     again = np.zeros(len(rows), bool)
     again[1:] = (call[1:] == call[:-1]) & (lane[1:] == lane[:-1])
     rows, call = rows[~again], call[~again]
@@ -36,11 +36,11 @@ def launch_edges(nodes: Nodes) -> Edges:
 
 def graph_edges(nodes: Nodes) -> Edges:
     """Between the streams of one graph launch: to a node that starts right after one of another stream ended."""
-    rows = np.flatnonzero(nodes.launch_row >= 0)
-    rows = rows[nodes.trace.call[nodes.launch_row[rows]] == CallKind.GRAPH_LAUNCH]
-    rows = rows[np.argsort(nodes.launch_row[rows], kind="stable")]
+    rows = np.flatnonzero(nodes.trace.launch_row >= 0)
+    rows = rows[nodes.trace.call[nodes.trace.launch_row[rows]] == CallKind.GRAPH_LAUNCH]
+    rows = rows[np.argsort(nodes.trace.launch_row[rows], kind="stable")]
     found = [np.zeros((2, 0), np.int32)]
-    for members in np.split(rows, np.flatnonzero(np.diff(nodes.launch_row[rows])) + 1):
+    for members in np.split(rows, np.flatnonzero(np.diff(nodes.trace.launch_row[rows])) + 1):
         if len(np.unique(nodes.trace.lane[members])) > 1:
             found.append(_across_streams(nodes, nodes.first_node[members], nodes.last_node[members]))
     source, target = np.concatenate(found, axis=1)

@@ -95,28 +95,23 @@ class Nodes:
         ends[self.first[:-1][np.diff(self.first) > 0]] = NEVER
         return ends
 
-    @property
-    def launch_row(self) -> Small:
-        """For every row on a GPU: the row of the call that launched it; -1 if the trace does not have it."""
-        return self.trace.launch_row
-
     @cached_property
     def launch_of_node(self) -> Small:
-        """The same for every node."""
-        return np.where(self.row >= 0, self.launch_row[self.row], -1).astype(np.int32)
+        """For every node on a GPU: the row of the call that launched it; -1 if the trace does not have it."""
+        return np.where(self.row >= 0, self.trace.launch_row[self.row], -1).astype(np.int32)
 
     @cached_property
     def launched_lane(self) -> Small:
         """For every row of a launch call: the lane of the first thing it launched, -1 for all other rows."""
         lanes = np.full(len(self.trace), -1, np.int32)
-        gpu = np.flatnonzero(self.launch_row >= 0)[::-1]
-        lanes[self.launch_row[gpu]] = self.trace.lane[gpu]
+        gpu = np.flatnonzero(self.trace.launch_row >= 0)[::-1]
+        lanes[self.trace.launch_row[gpu]] = self.trace.lane[gpu]
         return lanes
 
     @cached_property
     def operator_row(self) -> Small:
         """For every row: the innermost operator around it, or around its launch; -1 if there is none."""
-        around = np.where(self.launch_row >= 0, self.parent[self.launch_row], self.parent)
+        around = np.where(self.trace.launch_row >= 0, self.parent[self.trace.launch_row], self.parent)
         for _ in range(64):  # deeper nesting than that is not seen
             higher = (around >= 0) & (self.trace.category[around] != Category.OP)
             if not higher.any():

@@ -24,8 +24,7 @@ def sync_edges(nodes: Nodes) -> Edges:
     pairs: list[tuple[int, int]] = []
     for row in np.flatnonzero(calls & (nodes.last_node >= 0)).tolist():
         pairs += [(source, int(nodes.last_node[row])) for source in _waited_for(nodes, row, streams.get(row, -1))]
-    source, target = zip(*pairs, strict=True) if pairs else ((), ())
-    return Edges.join([_copy_edges(nodes), Edges.of(source, target, Rule.SYNC)])
+    return Edges.join([_copy_edges(nodes), Edges.of_pairs(pairs, Rule.SYNC)])
 
 
 def _waited_for(nodes: Nodes, row: int, stream: int) -> list[int]:
@@ -61,9 +60,9 @@ def _streams_by_call(nodes: Nodes) -> dict[int, int]:
 def _copy_edges(nodes: Nodes) -> Edges:
     """A copy from or to pageable memory, or by a call that is not asynchronous, returns when the copy is done."""
     trace = nodes.trace
-    rows = np.flatnonzero(nodes.launch_row >= 0)
-    rows = rows[trace.call[nodes.launch_row[rows]] == CallKind.COPY]
-    call = nodes.launch_row[rows]
+    rows = np.flatnonzero(nodes.trace.launch_row >= 0)
+    rows = rows[trace.call[nodes.trace.launch_row[rows]] == CallKind.COPY]
+    call = nodes.trace.launch_row[rows]
     pageable = np.array(["Pageable" in n for n in trace.names], bool)
     immediate = np.array(["Async" not in n for n in trace.names], bool)
     blocks = pageable[trace.name[rows]] | immediate[trace.name[call]]

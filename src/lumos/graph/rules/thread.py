@@ -33,9 +33,7 @@ def thread_edges(nodes: Nodes) -> Edges:
         work = np.concatenate([np.arange(nodes.first[lane], nodes.first[lane + 1]) for lane in lanes])
         by_end = work[np.argsort(nodes.end[work], kind="stable")]
         found += [(_woken_by(nodes, head, by_end, mine), head) for head in heads]
-    found = [pair for pair in found if pair[0] >= 0]
-    source, target = zip(*found, strict=True) if found else ((), ())
-    return Edges.of(source, target, Rule.THREAD)
+    return Edges.of_pairs([pair for pair in found if pair[0] >= 0], Rule.THREAD)
 
 
 def gloo_wait_edges(nodes: Nodes) -> Edges:
@@ -43,15 +41,14 @@ def gloo_wait_edges(nodes: Nodes) -> Edges:
     trace = nodes.trace
     named = np.array([name.startswith(GLOO) for name in trace.names], bool)
     rows = np.flatnonzero((trace.category == Category.KERNEL) & named[trace.name] & (nodes.last_node >= 0))
-    sources, targets = [], []
+    found = []
     for pause in _long_pauses(nodes).tolist() if len(rows) else []:
         mine = rows[trace.rank[rows] == nodes.rank[pause]]
         ends, end = nodes.end[nodes.last_node[mine]], nodes.end[pause]
         last = mine[(ends > nodes.start[pause]) & (ends < end) & (end - ends < _LONGEST_GLOO_WAKE)]
         if len(last):
-            sources.append(int(nodes.last_node[last[np.argmax(trace.end[last])]]))
-            targets.append(pause)
-    return Edges.of(sources, targets, Rule.THREAD)
+            found.append((int(nodes.last_node[last[np.argmax(trace.end[last])]]), pause))
+    return Edges.of_pairs(found, Rule.THREAD)
 
 
 def _long_pauses(nodes: Nodes) -> np.ndarray:
