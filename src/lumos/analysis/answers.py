@@ -1,6 +1,6 @@
 """The JSON of `lumos replay` and `lumos predict`: every key and its type. Times are in milliseconds.
 
-A value that a source cannot know is null: a trace says nothing of memory, a description has no recorded step.
+A value that a source cannot know is null: a trace does not show memory, a setup has no recorded step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
 
 class PathAnswer(Answer, frozen=True, kw_only=True):
@@ -57,8 +57,8 @@ class ReplayAnswer(Answer, frozen=True, kw_only=True):
     warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = _rounded(super().as_dict())
-        return found
+        rounded: dict[str, Any] = _rounded(super().as_dict())
+        return rounded
 
 
 def _rounded(value: Any) -> Any:

@@ -28,15 +28,15 @@ class CollectiveTimes:
     bus_gb_s: float  # 0 unknown
 
 
-def collectives(trace: Trace, found: Sequence[Rendezvous], origin: int) -> list[CollectiveTimes]:
+def collectives(trace: Trace, meetings: Sequence[Rendezvous], origin: int) -> list[CollectiveTimes]:
     """All collectives by the times of a trace (the recorded one or a simulated one), in order of time."""
-    return sorted((_one(trace, one, origin) for one in found), key=lambda c: c.start_ms)
+    return sorted((_one(trace, one, origin) for one in meetings), key=lambda c: c.start_ms)
 
 
 def _one(trace: Trace, one: Rendezvous, origin: int) -> CollectiveTimes:
     arrive, end = trace.start[one.rows], trace.end[one.rows]
     together = int(arrive.max())
-    transfer = max(float(np.median(end - together)), 0.0) / 1e6  # a float64 does not tell moments of today apart
+    transfer = max(float(np.median(end - together)), 0.0) / 1e6  # a float64 cannot hold nanoseconds since 1970
     size = message_bytes(one.message)
     wait = np.minimum(together - arrive, end - arrive) / 1e6  # no longer than the kernel, whatever was matched
     return CollectiveTimes(
@@ -87,10 +87,10 @@ class CollectiveGroup:
     bus_gb_s: float
 
 
-def group_collectives(found: list[CollectiveTimes]) -> list[CollectiveGroup]:
+def group_collectives(times: list[CollectiveTimes]) -> list[CollectiveGroup]:
     """The same by kind and size, the most expensive first."""
     groups: dict[tuple[str, int, int], list[CollectiveTimes]] = defaultdict(list)
-    for c in found:
+    for c in times:
         groups[c.collective, c.ranks, c.bytes].append(c)
     rows = [
         CollectiveGroup(
@@ -106,7 +106,7 @@ def group_collectives(found: list[CollectiveTimes]) -> list[CollectiveGroup]:
 
 
 def messages_of_rank(trace: Trace, rank: int) -> list[CollectiveGroup]:
-    """Collectives of one rank that stands for its peers, as in a described step: there is no waiting."""
+    """Collectives of one rank that stands for its peers, as in a step predicted from a setup: there is no waiting."""
     rows = np.flatnonzero(trace.is_communication & (trace.rank == rank) & (trace.message >= 0))
     count = np.bincount(trace.message[rows], minlength=len(trace.messages))
     total = np.bincount(trace.message[rows], trace.duration[rows], len(trace.messages)) / 1e6

@@ -130,7 +130,7 @@ class Replay:
 
     @cached_property
     def ablation(self) -> tuple[Ablation, ...]:
-        """The step with nothing frozen, under all rules and without some; the graph is built anew for each."""
+        """The step with nothing frozen, under all rules and without some; the graph is built again for each."""
         return tuple(ablate(self.execution))
 
     @cached_property
@@ -280,20 +280,15 @@ class Ablation:
 
 def ablate(execution: Execution) -> Iterator[Ablation]:
     """All rules first, then without each that states something here, then without all that order streams."""
-    whole = _measured(execution, (), len(execution.graph.edges))
-    yield whole
-    for without in (*((name,) for name in RULE_NAMES), BETWEEN_STREAMS):
-        reduced = build(execution.trace, without)
-        if len(reduced.graph.edges) != len(execution.graph.edges):
-            yield _measured(reduced, without, len(execution.graph.edges))
-
-
-def _measured(execution: Execution, without: tuple[str, ...], edges: int) -> Ablation:
-    marks = find_steps(execution.trace)
-    recorded = marks.read(execution.trace).mean
-    step = marks.read(execution.retime(simulate(unfrozen(execution)))).mean
-    error = 100 * (step / recorded - 1) if recorded else 0.0
-    return Ablation(without, edges - len(execution.graph.edges), step, error)
+    edges = len(execution.graph.edges)
+    for without in ((), *((name,) for name in RULE_NAMES), BETWEEN_STREAMS):
+        reduced = build(execution.trace, without) if without else execution
+        fewer = edges - len(reduced.graph.edges)
+        if fewer or not without:
+            marks = find_steps(reduced.trace)
+            recorded = marks.read(reduced.trace).mean
+            step = marks.read(reduced.retime(simulate(unfrozen(reduced)))).mean
+            yield Ablation(without, fewer, step, 100 * (step / recorded - 1) if recorded else 0.0)
 
 
 def unfrozen(execution: Execution) -> Graph:

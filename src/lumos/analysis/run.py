@@ -1,4 +1,4 @@
-"""Run: a simulated run as all reports see it, whether it was simulated from a trace or from a description."""
+"""Run: a simulated run as all reports see it, simulated from a trace or from a setup."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class TracedRun(Run):
-    """A recorded run as simulated, perhaps with other durations."""
+    """A recorded run as simulated, possibly with other durations."""
 
     execution: Execution
     marks: StepMarks

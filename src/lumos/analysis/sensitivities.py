@@ -2,7 +2,7 @@
 
 Each gain comes from the simulator, with the profiler's overhead removed, so that `lumos predict --scale` gives the same
 number. A gain is at most half of the share that the work has on the critical path (see lumos.graph.critical_path), plus
-what kernels win if communication beside them ends sooner; it is less if another path is nearly as long.
+what kernels gain if concurrent communication ends sooner; it is less if another path is nearly as long.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class WhatIf:
 
     @cached_property
     def alone(self) -> Floats:
-        """What each task would take with nothing beside it: the durations that a what-if scales."""
+        """Time of each task with nothing running concurrently: the durations that a what-if scales."""
         return self.graph.duration if self._between is None else alone(self.graph, *self._between)
 
     def simulate(self, duration: Floats) -> tuple[Floats, Times]:
-        """Durations beside each other, and the times that follow, from durations alone."""
+        """Durations slowed by concurrent work, and the times that follow, from those without it."""
         if self._between is None:
             return duration, simulate(self.graph, duration)
         graph, times = contended(self.graph.with_times(duration, self.graph.gap), *self._between)
@@ -85,7 +85,7 @@ class WhatIf:
 class Sensitivity:
     """The gain from a faster part of the work.
 
-    `path_pct` is its share of the critical path; what kernels lose to communication beside them counts for both.
+    `path_pct` is its share of the critical path; what kernels lose to concurrent communication counts for both.
     """
 
     what: str
@@ -101,14 +101,14 @@ def sensitivities(what_if: WhatIf, step_ms: float) -> list[Sensitivity]:
     """The largest gain first, of a step of `step_ms`."""
     base, path = what_if.base
     categories = {name: what_if.graph.kind == kind for name, kind in CATEGORIES.items()}
-    found = []
+    rows = []
     for kind, what, nodes in _groups(what_if, path, categories):
         ns, after = what_if.step(np.where(nodes, what_if.alone / SPEEDUP, what_if.alone))
         gain = (base - ns) / base if base else 0.0
         then = max(categories, key=lambda name: after.share(categories[name]))
         on_path = path.share(nodes) + (path.contention if what_if.graph.kind[nodes].max() == Kind.COMM else 0.0)
-        found.append(Sensitivity(what, kind, gain * step_ms, 100 * gain, 100 * on_path, then))
-    return sorted(found, key=lambda one: -one.gain_ms)
+        rows.append(Sensitivity(what, kind, gain * step_ms, 100 * gain, 100 * on_path, then))
+    return sorted(rows, key=lambda one: -one.gain_ms)
 
 
 def _groups(what_if: WhatIf, path: StepPath, categories: dict[str, Bools]) -> Iterator[tuple[str, str, Bools]]:
@@ -135,16 +135,16 @@ def families(what_if: WhatIf) -> dict[str, Bools]:
         for key in ("attention", "matrix")
     )
     compute = kind == Kind.COMPUTE
-    found = {"matmuls": compute & matrix & ~attention, "attention": compute & attention,
+    masks = {"matmuls": compute & matrix & ~attention, "attention": compute & attention,
              "other kernels": compute & ~matrix & ~attention}  # fmt: skip
     rows = np.flatnonzero((nodes.kind == Kind.COMM) & (nodes.row >= 0))
     message, at = trace.message[nodes.row[rows]].astype(np.int64), name[rows]
     _, first, group = np.unique(message * len(named) + at, return_index=True, return_inverse=True)
     collectives = np.array([trace.collective_of(int(nodes.row[rows[one]])) for one in first], object)[group.ravel()]
     for collective in sorted(set(collectives.tolist())):
-        found[collective] = np.zeros(len(kind), bool)
-        found[collective][rows[collectives == collective]] = True
-    return {what: mask for what, mask in found.items() if mask.any()}
+        masks[collective] = np.zeros(len(kind), bool)
+        masks[collective][rows[collectives == collective]] = True
+    return {what: mask for what, mask in masks.items() if mask.any()}
 
 
 def _ranks(what_if: WhatIf) -> dict[str, Bools]:

@@ -170,11 +170,11 @@ class _CauseSearch:
 
     def of_passes(self) -> Iterator[SlowdownCause]:
         """Causes that show in passes; what costs nothing yet may do so once the others are fixed."""
-        found = [*self.slow_workers(), *self.long_stage(), *self.uneven_passes()] if self.passes.any() else []
-        gains = [self._gain(self.job.took * one.factor, one.fix) for one in found]
-        listed = [one for one, gain in zip(found, gains, strict=True) if gain >= _NOTABLE * self.whole]
+        candidates = [*self.slow_workers(), *self.long_stage(), *self.uneven_passes()] if self.passes.any() else []
+        gains = [self._gain(self.job.took * one.factor, one.fix) for one in candidates]
+        listed = [one for one, gain in zip(candidates, gains, strict=True) if gain >= _NOTABLE * self.whole]
         repaired = self.repaired = self.job.took * np.prod([one.factor for one in listed], axis=0)
-        for one, gain in zip(found, gains, strict=True):
+        for one, gain in zip(candidates, gains, strict=True):
             if one in listed:
                 yield from self._cause(one.kind, one.name, gain, one.evidence)
             elif listed:
@@ -262,10 +262,10 @@ class _CauseSearch:
 
     def uneven_passes(self) -> Iterator[_Candidate]:
         """Passes of one worker that differ: by the lengths of their sequences if forward and backward agree."""
-        found = self._correlation()
-        if found is None:
+        correlated = self._correlation()
+        if correlated is None:
             return
-        correlation, spread = found
+        correlation, spread = correlated
         by_length = correlation >= _LIMITS["correlated"]
         kind = "sequence lengths" if by_length else "uneven passes"
         advice = "pack or sort sequences so that they cost alike" if by_length else "not their lengths"
@@ -301,13 +301,13 @@ class _CauseSearch:
         cell = (self._kind_and_chunk[forward] * len(job.workers) + worker) * len(job.steps) + job.step[forward]
         both = (job.took[forward], job.took[job.backward_of[forward]])
         x, y = (took / np.maximum(_group_mean(cell, took), 1e-9) for took in both)
-        found: list[tuple[float, float]] = []
+        by_worker: list[tuple[float, float]] = []
         for mine in (worker == number for number in range(len(job.workers))):
             if mine.sum() >= _LIMITS["fewest_pairs"] and min(x[mine].std(), y[mine].std()) >= _LIMITS["varies"]:
-                found.append((float(np.corrcoef(x[mine], y[mine])[0, 1]), float(x[mine].std())))
-        if 2 * len(found) < len(job.workers):
+                by_worker.append((float(np.corrcoef(x[mine], y[mine])[0, 1]), float(x[mine].std())))
+        if 2 * len(by_worker) < len(job.workers):
             return None
-        return float(np.median([c for c, _ in found])), float(np.median([s for _, s in found]))
+        return float(np.median([c for c, _ in by_worker])), float(np.median([s for _, s in by_worker]))
 
     def transient(self) -> Iterator[SlowdownCause]:
         """Few steps that take longer than the others."""

@@ -207,7 +207,7 @@ def _with_times(run: TracedRun, duration: Floats, gap: Floats) -> TracedRun:
 def _alike(run: TracedRun, step: Ints) -> Ints:
     """A number for each node, which the nodes share that do the same on other ranks and in other steps.
 
-    That is: the n-th task of its name; a call is cut into segments by the calls within it, which are told apart. The
+    That is: the n-th task of its name; a call is cut into segments by the calls within it, which are numbered. The
     time between two calls of a thread is named after the second one.
     """
     nodes, trace = run.execution.nodes, run.execution.trace

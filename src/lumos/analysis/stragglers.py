@@ -88,7 +88,7 @@ def step_of_nodes(nodes: Nodes, marks: StepMarks, until_next: bool) -> Ints:
         return np.zeros(len(nodes), np.int64)
     launch = nodes.launch_of_node
     when = np.where(launch >= 0, trace.start[launch], nodes.start)
-    found = np.full(len(nodes), -1, np.int64)
+    step = np.full(len(nodes), -1, np.int64)
     for column, rank in enumerate(marks.ranks):
         mine = np.flatnonzero(nodes.rank == rank)
         begin, end = trace.start[marks.note[:, column]], trace.end[marks.note[:, column]]
@@ -96,8 +96,8 @@ def step_of_nodes(nodes: Nodes, marks: StepMarks, until_next: bool) -> Ints:
         place = np.searchsorted(begin[order], when[mine], side="right") - 1
         index = order[np.maximum(place, 0)]
         inside = until_next | (when[mine] < np.maximum(end[index], begin[index] + 1))
-        found[mine] = np.where((place >= 0) & inside, index, -1)
-    return found
+        step[mine] = np.where((place >= 0) & inside, index, -1)
+    return step
 
 
 def group_medians(group: Ints, value: Floats, groups: int, lower: bool) -> Floats:

@@ -40,8 +40,8 @@ class Disclosure:
 def disclosures(run: Replay, dropped: Collection[str] = ()) -> list[Disclosure]:
     """Everything that is inferred from a run of which some was `dropped`, times first."""
     labels = label(run, most=1)[0]
-    found = [*_times(run), *_setup(run), *_work(run, labels), *_messages(run), *_vocabulary(run)]
-    return [_after(one) if one.drop in dropped else one for one in found]
+    shown = (*_times(run), *_setup(run), *_work(run, labels), *_messages(run), *_libraries(run))
+    return [_after(one) if one.drop in dropped else one for one in shown]
 
 
 def _after(one: Disclosure) -> Disclosure:
@@ -64,9 +64,9 @@ def _times(run: Replay) -> Iterator[Disclosure]:
 
 def _setup(run: Replay) -> Iterator[Disclosure]:
     """The keys of the setup that inference finds."""
-    for key, found in infer(run).items():
+    for key, inferred in infer(run).items():
         drop = "gpu" if key == "cluster.gpu" else "operators" if key in _OPTIMIZERS else ""
-        yield Disclosure(key, str(found.value), found.evidence, drop)
+        yield Disclosure(key, str(inferred.value), inferred.evidence, drop)
 
 
 def _work(run: Replay, labels: RankLabels) -> Iterator[Disclosure]:
@@ -129,12 +129,12 @@ def _single_messages(sent: list[Message]) -> Iterator[Disclosure]:
         )  # fmt: skip
 
 
-def _vocabulary(run: Replay) -> Iterator[Disclosure]:
+def _libraries(run: Replay) -> Iterator[Disclosure]:
     """Libraries, by the names that they give to operators and scopes."""
     names, libraries = run.execution.trace.names, read_table("analysis.toml")["disclosure"]["libraries"]
-    found = [text for start, text in libraries.items() if any(name.startswith(start) for name in names)]
-    if found:
-        yield Disclosure("libraries", ", ".join(dict.fromkeys(found)), "their own names for what they do", "operators")
+    used = [text for start, text in libraries.items() if any(name.startswith(start) for name in names)]
+    if used:
+        yield Disclosure("libraries", ", ".join(dict.fromkeys(used)), "their own names for what they do", "operators")
     custom = sum(name.startswith("custom::") for name in names)
     if custom:
         yield Disclosure("operators of other libraries", str(custom), "different names, numbered", "")

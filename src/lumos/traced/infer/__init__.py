@@ -25,6 +25,6 @@ Findings = dict[str, Inferred]
 
 
 def agreed(values: Iterable[T]) -> T | None:
-    """The one value that all agree on; None where they differ, or where there is none."""
-    found = set(values)
-    return found.pop() if len(found) == 1 else None
+    """The one value that all agree on; None if they differ or there are none."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None

@@ -38,7 +38,7 @@ def find_attentions(ops: Sequence[TracedOp]) -> list[Attention]:
     fused = [Attention(op) for op in ops if op.type == OpType.ATTENTION]
     if fused:
         return fused
-    found: list[Attention] = []
+    attentions: list[Attention] = []
     scores: TracedOp | None = None
     softmax: Shape = ()  # since then
     for op in ops:
@@ -46,12 +46,12 @@ def find_attentions(ops: Sequence[TracedOp]) -> list[Attention]:
             softmax = op.shapes[0] if op.shapes else ()
         elif op.type == OpType.BATCHED_MATMUL:
             if scores is not None and _attends(scores.factors, op.factors, softmax):
-                found.append(Attention(op, scores))
+                attentions.append(Attention(op, scores))
                 scores = None
             else:
                 scores = op
             softmax = ()
-    return found
+    return attentions
 
 
 def _attends(first: list[Shape], second: list[Shape], softmax: Shape) -> bool:
@@ -61,7 +61,7 @@ def _attends(first: list[Shape], second: list[Shape], softmax: Shape) -> bool:
     b, s, d = first[0]
     t, e = second[1][1:]
     fits = first[1] == (b, d, t) and second == [(b, s, t), (b, t, e)] and min(s, t, d) > 1
-    normalised = len(softmax) > 1 and softmax[-2] == s and softmax[-1] >= t  # more than t: a sink beside the keys
+    normalised = len(softmax) > 1 and softmax[-2] == s and softmax[-1] >= t  # more than t: a sink next to the keys
     return fits and (normalised or (s, d) == (t, e))
 
 
@@ -79,11 +79,11 @@ def attention_shape(attention: Attention) -> AttentionShape | None:
     if len(shape) != 4:
         return None
     seq, heads = (2, 1) if op.name.startswith("aten::") else (1, 2)
-    found = AttentionShape(shape[0], shape[seq], shape[heads], shape[3])
+    query = AttentionShape(shape[0], shape[seq], shape[heads], shape[3])
     key, value = [*shapes[1:3], (), ()][:2]
     if len(key) != 4 or len(value) != 4:
-        return found
-    return AttentionShape(found.batch, found.seq, found.heads, found.dim, key[seq], key[heads], value[3])
+        return query
+    return replace(query, keys=key[seq], kv_heads=key[heads], value_dim=value[3])
 
 
 def _unfused(scores: TracedOp, weighted: TracedOp) -> AttentionShape | None:

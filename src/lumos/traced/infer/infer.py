@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -49,7 +49,7 @@ def infer(run: Replay) -> Findings:
         ranks |= {h.rank: read_layers(rank_ops(run.execution.recorded, h.rank, step)) for h in wanted}
         chain = Parallelism([ranks[rank] for rank in sorted(ranks)], 0).chain
         wanted = [h for h in headers if h.rank in chain and h.rank not in ranks]
-    return _Inference(run, [ranks[rank] for rank in sorted(ranks)]).found()
+    return _Inference(run, [ranks[rank] for rank in sorted(ranks)]).findings()
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,12 @@ class _Inference:
     run: Replay
     ranks: Sequence[RankLayers]
 
-    def found(self) -> Findings:
-        parts = (
+    def findings(self) -> Findings:
+        parts: tuple[Mapping[str, Inferred | None], ...] = (
             self._cluster(), self.parallelism.inferred, self._repetition(), self._widths(), self._unsharded_sizes(),
-            self._sharded_sizes(), self._vocabulary(), self._batch(), self._recompute(), self._mode(),
-            self._optimizer(), self._precision(), self._compile(),
+            self._sharded_sizes(), self._vocabulary(), self._batch(), self._training(),
         )  # fmt: skip
-        return {key: inferred for part in parts for key, inferred in part.items()}
+        return {key: inferred for part in parts for key, inferred in part.items() if inferred is not None}
 
     def _ops(self, op_type: OpType) -> list[TracedOp]:
         """All operators or scopes of a type, of all ranks."""
@@ -86,18 +85,16 @@ class _Inference:
     def _on_cpu(self) -> bool:
         return is_cpu_run(self.run.execution.trace)
 
-    def _cluster(self) -> Findings:
-        found: Findings = {}
+    def _cluster(self) -> Mapping[str, Inferred | None]:
         name = next((header.gpu for header in self.run.execution.trace.headers if header.gpu), "")
         gpu = gpu_called(name)
-        if self._on_cpu:
-            found["cluster.gpu"] = Inferred("cpu", "operators run on the host, and there is no GPU activity")
-        elif gpu is not None:
-            found["cluster.gpu"] = Inferred(gpu.name, f"the trace is of {name}")
-        if self.world:
-            why = "the job's ranks" if self.world > 1 else "an update without communication"
-            found["cluster.gpus"] = Inferred(self.world, why)
-        return found
+        traced = Inferred(gpu.name, f"the trace is of {name}") if gpu is not None else None
+        on_cpu = Inferred("cpu", "operators run on the host, and there is no GPU activity")
+        why = "the job's ranks" if self.world > 1 else "an update without communication"
+        return {
+            "cluster.gpu": on_cpu if self._on_cpu else traced,
+            "cluster.gpus": Inferred(self.world, why) if self.world else None,
+        }
 
     @cached_property
     def parallelism(self) -> Parallelism:
@@ -114,18 +111,18 @@ class _Inference:
         return agreed(rank.microbatches for rank in self.ranks if rank.microbatches) or 0
 
     def _repetition(self) -> Findings:
-        found: Findings = {}
+        findings: Findings = {}
         count = self.microbatches
         if not count or not any(rank.attentions for rank in self.ranks):
-            return found
+            return findings
         if all(rank.ops.is_one_step for rank in self.ranks):
-            found["train.microbatches"] = Inferred(count, f"the forward pass runs {count} × a step")
+            findings["train.microbatches"] = Inferred(count, f"the forward pass runs {count} × a step")
         attentions = [rank.attentions for rank in self._stages()]
         if attentions and all(n and n % count == 0 for n in attentions):
             why = f"{sum(attentions)} attentions in {count} micro-batch{'' if count == 1 else 'es'}"
             doubt = self._doubt_of_layers()
-            found["model.layers"] = Inferred(sum(attentions) // count, f"{why}{doubt}", bool(doubt))
-        return found
+            findings["model.layers"] = Inferred(sum(attentions) // count, f"{why}{doubt}", bool(doubt))
+        return findings
 
     def _doubt_of_layers(self) -> str:
         """Why an attention may not stand for a layer like all others."""
@@ -156,8 +153,8 @@ class _Inference:
         shape = agreed(rank.attention for rank in self.ranks)
         if not self._is_whole or shape is None or not self.ranks[0].tokens or not self.microbatches:
             return {}
-        found = [Widths(rank, shape).found() for rank in self.ranks]
-        return found[0] if all(one == found[0] for one in found) else {}
+        first, *others = (Widths(rank, shape).findings() for rank in self.ranks)
+        return first if all(one == first for one in others) else {}
 
     @cached_property
     def layer(self) -> LayerShape | None:
@@ -165,15 +162,15 @@ class _Inference:
 
     def _unsharded_sizes(self) -> Findings:
         """What tensor parallelism does not split."""
-        found: Findings = {}
+        findings: Findings = {}
         if self.layer is not None:
             hidden, (ffn, gated) = self.layer.hidden, self.layer.mlp
-            found["model.hidden"] = Inferred(hidden, f"matmuls of {hidden} × {ffn}")
-            found["model.gated"] = Inferred(gated, f"matmuls into the MLP: {'two' if gated else 'one'}")
+            findings["model.hidden"] = Inferred(hidden, f"matmuls of {hidden} × {ffn}")
+            findings["model.gated"] = Inferred(gated, f"matmuls into the MLP: {'two' if gated else 'one'}")
         dim = agreed(rank.attention.dim for rank in self.ranks if rank.attention is not None)
         if dim is not None and all(rank.are_alike for rank in self.ranks):
-            found["model.head_dim"] = Inferred(dim, "the last dimension of attention")
-        return found
+            findings["model.head_dim"] = Inferred(dim, "the last dimension of attention")
+        return findings
 
     def _sharded_sizes(self) -> Findings:
         """What tensor parallelism splits: the rank's own size times tp."""
@@ -183,16 +180,16 @@ class _Inference:
             return {}
         heads, dim = shape
         times = f" × {tp} ranks" if tp > 1 else ""
-        found = {"model.ffn": Inferred(layer.mlp.ffn * tp, f"matmuls of {layer.hidden} × {layer.mlp.ffn}{times}")}
+        findings = {"model.ffn": Inferred(layer.mlp.ffn * tp, f"matmuls of {layer.hidden} × {layer.mlp.ffn}{times}")}
         if layer.attended != heads * dim:
-            return found  # another kind of attention
-        found["model.heads"] = Inferred(heads * tp, f"attention of {heads} heads{times}")
+            return findings  # another kind of attention
+        findings["model.heads"] = Inferred(heads * tp, f"attention of {heads} heads{times}")
         groups = kv_heads(layer.qkv, heads, dim)
         is_copy = tp > 1 and groups == 1 < heads and not self._splits_keys(dim)  # the same key heads on every rank
         if groups and not is_copy:
             why = f"matmuls of {layer.hidden} × {groups * dim} for keys{times}"
-            found["model.kv_heads"] = Inferred(groups * tp, why)
-        return found
+            findings["model.kv_heads"] = Inferred(groups * tp, why)
+        return findings
 
     def _splits_keys(self, columns: int) -> bool:
         """Whether the matmuls of so many columns are all shards of DTensors: of keys and values, and no copies."""
@@ -211,10 +208,10 @@ class _Inference:
             return self._other_outputs(vocab)
         if not vocab or not self._size("tp") or (self._size("tp") > 1 and self._splits_loss()):
             return {}
-        found = {"model.vocab": Inferred(vocab, f"matmuls and loss of {vocab} columns")} | self._tied(vocab)
-        if self._is_whole and self.microbatches and "model.tied" not in found:
-            found["model.tied"] = Inferred(False, "gradients of the embedding are not recorded", True)
-        return found
+        findings = {"model.vocab": Inferred(vocab, f"matmuls and loss of {vocab} columns")} | self._tied(vocab)
+        if self._is_whole and self.microbatches and "model.tied" not in findings:
+            findings["model.tied"] = Inferred(False, "gradients of the embedding are not recorded", True)
+        return findings
 
     def _other_outputs(self, columns: int) -> Findings:
         """In place of a vocabulary: the rows of the largest lookup of tokens, the classes of the loss, or outputs."""
@@ -290,35 +287,29 @@ class _Inference:
             "train.micro_batch": Inferred(batch, why, doubt or not scales),
         }
 
-    def _recompute(self) -> Findings:
-        found = agreed(_recomputation(rank) for rank in self.ranks)
-        return {"train.recompute": found} if found is not None else {}
+    def _training(self) -> Mapping[str, Inferred | None]:
+        """recompute, mode, optimizer, precision and compile."""
+        optimizer = agreed(op.name.partition("#")[2].partition(".")[0] for op in self._ops(OpType.OPTIMIZER)) or ""
+        dtype = agreed(rank.dtype for rank in self.ranks) or ""
+        precision = known.name if (known := dtype_called(dtype)) is not None else ""
+        is_lora = all(rank.has_adapters for rank in self.ranks)
+        is_stated = precision in (_CPU_PRECISIONS if self._on_cpu else _PRECISIONS)
+        scope = Inferred(_OPTIMIZERS.get(optimizer, ""), f"scope of {optimizer}.step")
+        return {
+            "train.recompute": agreed(_recomputation(rank) for rank in self.ranks),
+            "train.mode": Inferred("lora", "low-rank matmuls beside weights without gradients") if is_lora else None,
+            "train.optimizer": scope if scope.value else None,
+            "train.precision": Inferred(precision, f"matmuls of {dtype}") if is_stated else None,
+            "train.compile": self._compile(),
+        }
 
-    def _mode(self) -> Findings:
-        if not all(rank.has_adapters for rank in self.ranks):
-            return {}
-        return {"train.mode": Inferred("lora", "low-rank matmuls beside weights without gradients")}
-
-    def _optimizer(self) -> Findings:
-        names = (op.name.partition("#")[2].partition(".")[0] for op in self._ops(OpType.OPTIMIZER))
-        name = agreed(names) or ""
-        return {"train.optimizer": Inferred(_OPTIMIZERS[name], f"scope of {name}.step")} if name in _OPTIMIZERS else {}
-
-    def _precision(self) -> Findings:
-        name = agreed(rank.dtype for rank in self.ranks) or ""
-        dtype = dtype_called(name)
-        if dtype is None or dtype.name not in (_CPU_PRECISIONS if self._on_cpu else _PRECISIONS):
-            return {}
-        return {"train.precision": Inferred(dtype.name, f"matmuls of {name}")}
-
-    def _compile(self) -> Findings:
+    def _compile(self) -> Inferred | None:
         """Compiled regions are recorded by name; eager layers show operators and no such region."""
-        compiled = bool(self._ops(OpType.COMPILED))
-        if not compiled and all(rank.layer is not None or _is_eager(rank) for rank in self.ranks):
-            return {"train.compile": Inferred(False, "operators are called one by one")}
-        if compiled and all(_is_compiled(rank) for rank in self.ranks):
-            return {"train.compile": Inferred(True, "matmuls inside compiled regions")}
-        return {}
+        if self._ops(OpType.COMPILED):
+            is_compiled = all(_is_compiled(rank) for rank in self.ranks)
+            return Inferred(True, "matmuls inside compiled regions") if is_compiled else None
+        is_eager = all(rank.layer is not None or _is_eager(rank) for rank in self.ranks)
+        return Inferred(False, "operators are called one by one") if is_eager else None
 
 
 def _columns(op: TracedOp) -> int:
@@ -363,7 +354,7 @@ def _recomputation(rank: RankLayers) -> Inferred | None:
 
 
 def _repeated_matmuls(rank: RankLayers, matmuls: Sequence[TracedOp]) -> int:
-    """Matmuls of the forward pass that run again in the backward pass; less than 0 where that cannot be told.
+    """Matmuls of the forward pass that run again in the backward pass; less than 0 if that is unknown.
 
     Autograd numbers what it will need gradients of: repeated matmuls, and not those that are gradients themselves.
     Without numbers (in compiled regions), what is more than two gradients per matmul was repeated.

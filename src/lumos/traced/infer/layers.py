@@ -264,8 +264,8 @@ def _parse(parts: Sequence[LayerPart]) -> tuple[LayerShape | None, int, int]:
     between = [list(part.weights) for part in parts]
     if len(between) < 2 or not between[0] or len(between[-1]) < 3 or any(part.routed for part in parts):
         return None, 0, 0
-    found = [parsed for size in (3, 4) if (parsed := _parse_as(between, size)) is not None]
-    return found[0] if len(found) == 1 else (None, 0, 0)
+    parsed = [one for size in (3, 4) if (one := _parse_as(between, size)) is not None]
+    return parsed[0] if len(parsed) == 1 else (None, 0, 0)
 
 
 def _parse_as(between: list[list[Weight]], size: int) -> tuple[LayerShape, int, int] | None:

@@ -44,16 +44,16 @@ class Parallelism:
         data = self._data()
         if not self.world or not self.calls or not all(rank.attentions for rank in self.ranks):
             return data
-        found = self._pipeline() | self._tensor()
-        sizes = [found[key].value for key in ("parallel.tp", "parallel.pp", "parallel.cp") if key in found]
+        findings = self._pipeline() | self._tensor()
+        sizes = [findings[key].value for key in ("parallel.tp", "parallel.pp", "parallel.cp") if key in findings]
         if len(sizes) < 3:
-            return found | data
+            return findings | data
         replicas, uneven = divmod(self.world, prod(sizes))
         if uneven:
             return {}
         if "parallel.dp" in data and data["parallel.dp"].value != replicas:
-            return found  # replicas of shards, or a group that is not understood
-        return found | {"parallel.dp": Inferred(replicas, f"what is left of {self.world} ranks")} | data
+            return findings  # replicas of shards, or a group that is not understood
+        return findings | {"parallel.dp": Inferred(replicas, f"what is left of {self.world} ranks")} | data
 
     # ------------------------------------------------------------------ pipelines
     def _pairs(self) -> set[tuple[int, int]]:
@@ -85,8 +85,8 @@ class Parallelism:
         if any(rank.has_embedding and rank.has_loss for rank in stages):
             return {}  # a whole model on one rank is no stage: something else is sent around a ring
         listed = ", ".join(map(str, self.chain))
-        found = {"parallel.pp": Inferred(len(stages), f"ranks {listed} send to each other in a chain")}
-        return found | self._virtual_stages(stages)
+        findings = {"parallel.pp": Inferred(len(stages), f"ranks {listed} send to each other in a chain")}
+        return findings | self._virtual_stages(stages)
 
     def _virtual_stages(self, stages: Sequence[RankLayers]) -> Findings:
         """vpp: per micro-batch, the first rank sends once per chunk forward, and once less backward."""
@@ -120,13 +120,13 @@ class Parallelism:
         exchanged = {max(call.in_elements, call.out_elements) for call in large}
         if not (scattered or names == {"all_reduce"}) or exchanged != {self.activation}:
             return {}
-        found = {"parallel.cp": Inferred(1, "keys and values are not exchanged")}
+        findings = {"parallel.cp": Inferred(1, "keys and values are not exchanged")}
         size = self._tensor_ranks({call.group_size for call in large if call.group_size > 0})
         if size:
             how = "gathers and scatters" if scattered else "reduces"
             why = f"the forward pass {how} activations over {size} ranks"
-            found |= {"parallel.tp": Inferred(size, why), "parallel.sequence_parallel": Inferred(scattered, why)}
-        return found
+            findings |= {"parallel.tp": Inferred(size, why), "parallel.sequence_parallel": Inferred(scattered, why)}
+        return findings
 
     def _tensor_ranks(self, sizes: set[int]) -> int:
         """The size of the tensor-parallel group: as recorded, or of a DTensor's matmul over its shard's."""
@@ -151,19 +151,19 @@ class Parallelism:
         size = agreed(call.group_size for call in reduced if call.in_elements != self.activation)
         if not replicated or size is None:
             return {}
-        found = {"parallel.zero": Inferred(0, "DDP keeps a whole copy on every rank")}
+        findings = {"parallel.zero": Inferred(0, "DDP keeps a whole copy on every rank")}
         if size > 0:  # gloo does not record it
-            found["parallel.dp"] = Inferred(size, f"DDP reduces gradients over {size} ranks")
-        return found
+            findings["parallel.dp"] = Inferred(size, f"DDP reduces gradients over {size} ranks")
+        return findings
 
     def _fsdp(self, gathers: Calls) -> Findings:
-        found: Findings = {}
+        findings: Findings = {}
         if any(op.backward for op, _ in gathers):
-            found["parallel.zero"] = Inferred(3, "FSDP gathers weights again in the backward pass")
+            findings["parallel.zero"] = Inferred(3, "FSDP gathers weights again in the backward pass")
         size = agreed(call.group_size for _, call in gathers if call.group_size > 0)
         if size:
-            found["parallel.dp"] = Inferred(size, f"FSDP gathers weights over {size} ranks")
-        return found
+            findings["parallel.dp"] = Inferred(size, f"FSDP gathers weights over {size} ranks")
+        return findings
 
 
 def _ratio(whole: TracedOp, part: TracedOp) -> int:

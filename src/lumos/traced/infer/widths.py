@@ -41,21 +41,21 @@ class Widths:
     rank: RankLayers
     attention: AttentionShape  # of the layers that are read; layers with another one (a vision tower) are not
 
-    def found(self) -> Findings:
+    def findings(self) -> Findings:
         """model.hidden, ffn, gated, heads, kv_heads, head_dim, and the keys of experts and latent attention."""
         shape = self.attention
         latent = self._latent()
-        found = {
+        findings = {
             "model.hidden": self._hidden(),
             "model.heads": Inferred(shape.heads, f"attention of {shape.heads} heads"),
             "model.head_dim": Inferred(shape.dim, "the last dimension of attention"),
             "model.kv_heads": Inferred(shape.heads, "latent attention") if latent else self._kv_heads(),
         }
-        found |= latent | self._mlp()
+        findings |= latent | self._mlp()
         if self.rank.are_alike:
-            return found
+            return findings
         why = "of the attentions over most tokens; there are others"
-        return {key: Inferred(one.value, why, True) for key, one in found.items()}
+        return {key: Inferred(one.value, why, True) for key, one in findings.items()}
 
     @property
     def has_others(self) -> bool:
@@ -137,7 +137,7 @@ class Widths:
         return Inferred(shape.heads, "as many as heads; the matmuls of keys are not recognised", True)
 
     def _latent(self) -> Findings:
-        """Latent attention: keys and values come from a vector of kv_lora_rank, beside which a rotary key lies."""
+        """Latent attention: keys and values come from a vector of kv_lora_rank, next to which a rotary key lies."""
         shape, weights, hidden = self.attention, self.before, self.rank.hidden
         wide = shape.heads * shape.dim
         for place, ((first, both), (kv_rank, up)) in enumerate(pairwise(weights)):
@@ -171,13 +171,12 @@ class Widths:
         dense = [layer for layer in self.layers if not layer.is_sparse]
         if not dense:
             return experts or self._rough_mlp(self.layers)
-        found = agreed(mlp_of(weights, self.hidden) for weights in self._alike(dense))
-        if found is None:
+        mlp = agreed(mlp_of(weights, self.hidden) for weights in self._alike(dense))
+        if mlp is None:
             return self._rough_mlp(dense) | experts
-        why = f"matmuls of {self.hidden} × {found.ffn}"
-        ups = "two" if found.gated else "one"
-        exact = {"model.ffn": Inferred(found.ffn, why), "model.gated": Inferred(found.gated, f"matmuls into it: {ups}")}
-        return exact | experts
+        ffn = Inferred(mlp.ffn, f"matmuls of {self.hidden} × {mlp.ffn}")
+        gated = Inferred(mlp.gated, f"matmuls into it: {'two' if mlp.gated else 'one'}")
+        return {"model.ffn": ffn, "model.gated": gated} | experts
 
     def _rough_mlp(self, layers: list[Layer]) -> Findings:
         """The widest matmul that leads back to the hidden size, or the widest of all."""
@@ -197,24 +196,24 @@ class Widths:
         if read is None:
             return {}
         experts, top_k, mlp = read.experts, read.top_k, read.mlp
-        found = {
+        findings = {
             "model.experts": Inferred(experts, f"a choice among {experts} experts"),
             "model.top_k": Inferred(top_k, f"every token is sent to {top_k} experts", read.is_rounded),
             "model.expert_ffn": Inferred(mlp.ffn, f"matmuls of experts of {self.hidden} × {mlp.ffn}"),
             "model.gated": Inferred(mlp.gated, f"matmuls into an expert: {'two' if mlp.gated else 'one'}"),
         }
-        found |= self._shared(sparse, read)
+        findings |= self._shared(sparse, read)
         leading = next(place for place, layer in enumerate(self.layers) if layer.is_sparse)
         each = self.per_pass
         dense = sum(not layer.is_sparse for layer in self.layers[:each])
         if dense:
             why = f"layers without experts: {dense}"
             is_first = all(layer.is_sparse == (place % each >= leading) for place, layer in enumerate(self.layers))
-            found["model.dense_layers"] = Inferred(dense, why if is_first else f"{why}, not the first", not is_first)
-        return found
+            findings["model.dense_layers"] = Inferred(dense, why if is_first else f"{why}, not the first", not is_first)
+        return findings
 
     def _shared(self, sparse: list[Layer], read: Routed) -> Findings:
-        """Experts that every token uses, beside the router and a gate of one column."""
+        """Experts that every token uses, besides the router and a gate of one column."""
         aside = {(self.hidden, read.experts), (self.hidden, 1)}
         widths = {tuple(weight for weight in weights if weight not in aside) for weights in self._alike(sparse)}
         if widths == {()}:
