@@ -21,11 +21,12 @@ from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.files import read_file
+from lumos.graph.rules.cpu_device import is_cpu_run
 from lumos.read.json_slices import BAD_GZIP, open_bytes
 from lumos.setup.toml_text import toml_table
 from lumos.tables import frame
-from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
-from lumos.trace.steps import WHOLE
+from lumos.trace.names import CallKind, Category
+from lumos.trace.steps import WHOLE, step_rows
 from lumos.trace.trace import Header, Trace
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Readiness:
     @property
     def on_cpu(self) -> bool:
         """Whether the run used no GPU, and its operators stand for kernels."""
-        return CPU_COMPUTE in self.trace.names
+        return is_cpu_run(self.trace)
 
     @property
     def stated_world(self) -> int:
@@ -137,16 +138,6 @@ class Readiness:
         """The ranks of the job, as far as the files show: at least those of its largest group."""
         groups = (message.group_size for message in self.trace.messages)
         return max([self.stated_world, len(self.trace.ranks), *groups])
-
-    @cached_property
-    def steps_of_ranks(self) -> dict[int, set[str]]:
-        """The steps that every rank has marked."""
-        trace, marks = self.trace, np.array([is_step(name) for name in self.trace.names], bool)
-        rows = np.flatnonzero(np.isin(trace.category, (Category.NOTE, Category.OP)) & marks[trace.name])
-        marked: dict[int, set[str]] = {rank: set() for rank in trace.ranks}
-        for row in rows.tolist():
-            marked[int(trace.rank[row])].add(trace.names[trace.name[row]])
-        return marked
 
     def as_dict(self, path: str) -> dict[str, Any]:
         """The answer of `lumos check --json`."""
@@ -180,7 +171,7 @@ class Readiness:
             yield "real_peers" if fake else "all_ranks", {"here": f"{ranks} of {least}{self.world} ranks"}
 
     def _steps(self) -> Iterator[Lack]:
-        names, marked = self.run.marks.names, self.steps_of_ranks
+        names, marked = self.run.marks.names, step_rows(self.trace)
         if names == (WHOLE,):
             partly = any(marked.values())
             yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import KeysView, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def anonymised_answer(hidden: Anonymised, files: Sequence[str], wanted: Wishes) 
         "names": {"public": hidden.kept_names, "replaced": hidden.replaced_names},
         "dropped": list(wanted.drop),
         "kept": list(wanted.keep),
-        "still_shown": [asdict(one) for one in found],
+        "still_shown": [one._asdict() for one in found],
     }
     if hidden.changed_roles:
         answer["changed_roles"] = hidden.changed_roles

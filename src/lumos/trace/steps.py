@@ -78,12 +78,7 @@ class StepMarks:
 
 def find_steps(trace: Trace) -> StepMarks:
     """The steps of a trace that every rank has."""
-    ranks = tuple(trace.ranks)
-    named = np.array([is_step(n) for n in trace.names] or [False], bool)
-    rows = np.flatnonzero(np.isin(trace.category, (Category.NOTE, Category.OP)) & named[trace.name])
-    by_rank: dict[int, dict[str, int]] = {r: {} for r in ranks}
-    for row in rows[np.argsort(trace.start[rows], kind="stable")]:
-        by_rank[int(trace.lane_rank[trace.lane[row]])].setdefault(trace.names[trace.name[row]], int(row))
+    ranks, by_rank = tuple(trace.ranks), step_rows(trace)
     last = _last_on_gpu(trace, by_rank)
     shared = [n for n in by_rank[ranks[0]] if all(n in by_rank[r] for r in ranks)]
     working = [n for n in shared if any(last[r].get(n, -1) >= 0 for r in ranks)]
@@ -97,6 +92,16 @@ def find_steps(trace: Trace) -> StepMarks:
     note = np.array([[by_rank[r][n] for r in ranks] for n in names])
     last_row = np.array([[last[r].get(n, -1) for r in ranks] for n in names])
     return StepMarks(tuple(names), ranks, note, last_row, trace.is_work)
+
+
+def step_rows(trace: Trace) -> dict[int, dict[str, int]]:
+    """For every rank, the rows that mark its steps, in the order of time."""
+    named = np.array([is_step(n) for n in trace.names] or [False], bool)
+    rows = np.flatnonzero(np.isin(trace.category, (Category.NOTE, Category.OP)) & named[trace.name])
+    by_rank: dict[int, dict[str, int]] = {r: {} for r in trace.ranks}
+    for row in rows[np.argsort(trace.start[rows], kind="stable")]:
+        by_rank[int(trace.lane_rank[trace.lane[row]])].setdefault(trace.names[trace.name[row]], int(row))
+    return by_rank
 
 
 def _refuse_a_moment(trace: Trace) -> None:
