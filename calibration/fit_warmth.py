@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 
 from fit_steps import setup_of
-from lumos.analysis.kernel_labels import Work
+from lumos.analysis.kernel_labels import KernelClass
 from lumos.analysis.replay import replay
 from lumos.costs.prices import Prices
 from lumos.described.layer import TransformerLayer
@@ -33,7 +33,7 @@ from lumos.step.step import simulate_step
 from lumos.traced.learned import CalibratedRun
 from shipped import ship, shipped, unpack_records
 
-CLASSES = {"matrix": Work.MATRIX, "stream": Work.STREAM}
+CLASSES = {"matrix": KernelClass.MATRIX, "stream": KernelClass.STREAM}
 Floats = NDArray[np.float64]
 Row = tuple[Floats, float]  # cold microseconds of a layer's operators at each knot, and the measured ones
 

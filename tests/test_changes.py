@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from commands import lumos_here as lumos
-from lumos.analysis.kernel_labels import Phase, Work, label
+from lumos.analysis.kernel_labels import KernelClass, KernelPhase, label
 from lumos.analysis.replay import replay
 from lumos.costs.in_step import in_step_factors
 from lumos.errors import OptionError
@@ -84,10 +84,10 @@ def test_there_and_back_is_the_baseline_and_two_edits_are_one(source: Calibrated
 
 def test_every_attention_is_one_layer_of_one_micro_batch(source: CalibratedRun) -> None:
     for labels in label(source.run):
-        forward, backward = labels.of(Phase.FORWARD), labels.of(Phase.BACKWARD)
+        forward, backward = labels.of(KernelPhase.FORWARD), labels.of(KernelPhase.BACKWARD)
         assert (labels.attention[forward] == 1).sum() == 24 * 8
         assert (labels.attention[backward] == 2).sum() == 24 * 8
-        assert (labels.us[labels.work == Work.MATRIX] > 0).all()
+        assert (labels.us[labels.work == KernelClass.MATRIX] > 0).all()
 
 
 def test_a_setup_that_is_not_the_traced_one_is_refused_with_the_counts(source: CalibratedRun) -> None:
@@ -279,7 +279,9 @@ def test_the_load_of_a_run_is_the_share_of_its_step_that_matmuls_ran_and_bubbles
     tmp_path: Path, pp: int
 ) -> None:
     run = traced(simulate_step(small(pp=pp, dp=2)), tmp_path)
-    matmuls = [labels.us[(labels.work == Work.MATRIX) | (labels.work == Work.ATTENTION)] for labels in run.labels]
+    matmuls = [
+        labels.us[(labels.work == KernelClass.MATRIX) | (labels.work == KernelClass.ATTENTION)] for labels in run.labels
+    ]
     share = np.mean([us.sum() for us in matmuls]) / 1e3 / run.run.recorded_steps.mean
     if pp == 1:
         assert run.learned.load == pytest.approx(share)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lumos import Replay, Scale, read_job, replay
 from lumos.analysis.comparison import Comparison
-from lumos.analysis.kernel_labels import Phase, label
+from lumos.analysis.kernel_labels import KernelPhase, label
 from lumos.analysis.readiness import Readiness
 from lumos.costs.operator_model import cost_model
 from lumos.errors import OptionError
@@ -246,7 +246,7 @@ def test_more_ranks_wait_longer_for_their_sum_and_compute_what_they_did(source: 
 
 def test_the_host_is_what_is_left_of_a_thread_that_calls_and_waits(source: CalibratedRun) -> None:
     (labels, _) = label(source.run)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):  # the sum of gradients is started after both, and counts as forward
+    for phase in (KernelPhase.FORWARD, KernelPhase.BACKWARD):  # gradients are summed after both, and count as forward
         worked = np.diff(labels.launched[labels.of(phase)])
         assert ((worked > 0) & (worked <= HOST)).all()  # less the profiler's part
     assert 0 < labels.optimizer_us <= HOST

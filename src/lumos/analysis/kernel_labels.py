@@ -26,7 +26,7 @@ Bytes = NDArray[np.int8]
 _WAITS = (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC)
 
 
-class Phase(IntEnum):
+class KernelPhase(IntEnum):
     """The part of a training step that a kernel belongs to."""
 
     FORWARD = 0
@@ -34,7 +34,7 @@ class Phase(IntEnum):
     OPTIMIZER = 2
 
 
-class Work(IntEnum):
+class KernelClass(IntEnum):
     """The type of work that a kernel does, as far as cost models distinguish it."""
 
     MATRIX = 0
@@ -56,7 +56,7 @@ class RankLabels:
     attention: Bytes  # 0: none, 1: a forward kernel, 2: the main backward kernel
     optimizer_us: float  # of the host
 
-    def of(self, phase: Phase) -> NDArray[np.bool_]:
+    def of(self, phase: KernelPhase) -> NDArray[np.bool_]:
         """A mask of the kernels of a phase."""
         mask: NDArray[np.bool_] = self.phase == phase
         return mask
@@ -109,8 +109,8 @@ class _Labeller:
         blocked = np.where(self.names.blocking[trace.name[calls]], us, 0.0)  # the host runs these itself
         work = self.names.work[names]
         starts = (clean.start[calls] - low) / 1e3
-        ends = np.sort((clean.end[kernels[work == Work.COMM]] - low) / 1e3)
-        updating = float(clean.duration[inside].sum()) / 1e3 - float(blocked[phase == Phase.OPTIMIZER].sum())
+        ends = np.sort((clean.end[kernels[work == KernelClass.COMM]] - low) / 1e3)
+        updating = float(clean.duration[inside].sum()) / 1e3 - float(blocked[phase == KernelPhase.OPTIMIZER].sum())
         return RankLabels(
             rank=rank,
             row=kernels,
@@ -134,7 +134,7 @@ class _Labeller:
         ended = np.concatenate([[0.0], comm_ends])[before]
         worked = np.maximum(starts - np.maximum(free, ended), 0.0)
         clock = np.zeros(len(starts))
-        for one in Phase:
+        for one in KernelPhase:
             clock[phase == one] = np.cumsum(worked[phase == one])
         return clock
 
@@ -150,15 +150,15 @@ class _Labeller:
     def _phases(self, rows: Rows, updates: Rows, calls: Rows) -> Bytes:
         """By the thread and the scope of the launching call."""
         trace = self.trace
-        phase = np.full(len(calls), Phase.FORWARD, np.int8)
+        phase = np.full(len(calls), KernelPhase.FORWARD, np.int8)
         engine = rows[(trace.category[rows] == Category.OP) & self.names.engine[trace.name[rows]]]
         main = self._main_lane(rows)
         for lane in np.unique(trace.lane[engine]):
             on = trace.lane[calls] == lane
             if lane == main:
                 on &= _within(trace, calls, engine[trace.lane[engine] == lane])
-            phase[on] = Phase.BACKWARD
-        phase[(trace.lane[calls] == main) & _within(trace, calls, updates)] = Phase.OPTIMIZER
+            phase[on] = KernelPhase.BACKWARD
+        phase[(trace.lane[calls] == main) & _within(trace, calls, updates)] = KernelPhase.OPTIMIZER
         return phase
 
     def _main_lane(self, rows: Rows) -> int:
@@ -183,13 +183,14 @@ class _Names:
         self.step = np.array([is_step(name) for name in trace.names], bool)
         self.blocking = np.array([name == CPU_COMPUTE for name in trace.names], bool)
         attention = is_a["attention"] & np.array(["aten::" not in name for name in trace.names], bool)
-        self.work = np.select([attention, is_a["matrix"]], [Work.ATTENTION, Work.MATRIX], Work.STREAM).astype(np.int8)
+        classes = [KernelClass.ATTENTION, KernelClass.MATRIX]
+        self.work = np.select([attention, is_a["matrix"]], classes, KernelClass.STREAM).astype(np.int8)
         self.attention = np.where(attention, 1 + is_a["backward"], 0).astype(np.int8)
         if not attention.any():
             self.attention = (is_a["softmax_forward"] + 2 * is_a["softmax_backward"]).astype(np.int8)
         self.attention[is_a["attention_helper"]] = 0
         communication = np.unique(trace.name[trace.kind == Kind.COMM])
-        self.work[communication], self.attention[communication] = Work.COMM, 0
+        self.work[communication], self.attention[communication] = KernelClass.COMM, 0
 
 
 def _within(trace: Trace, calls: Rows, spans: Rows) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
-from lumos.analysis.kernel_labels import Phase, RankLabels, label_launches
+from lumos.analysis.kernel_labels import KernelPhase, RankLabels, label_launches
 from lumos.analysis.replay import Replay
 from lumos.errors import InputError
 from lumos.graph.graph import Floats, Ints, Rule
@@ -181,7 +181,7 @@ class _Observer:
             if moment.kernel < 0:
                 waits = tuple(sorted({Wait(streams.get(lane, 0), 0) for lane in moment.lanes}))
                 tasks.append(Task(State(SYNC, -1, waits=waits), work, call, 0.0, 0.0, -1.0, operators, -1))
-                phases.append(phases[-1] if phases else int(Phase.FORWARD))
+                phases.append(phases[-1] if phases else int(KernelPhase.FORWARD))
                 marks.append(0)
                 continue
             row = int(labels.row[moment.kernel])
@@ -421,11 +421,11 @@ def _smooth(phases: list[int]) -> list[int]:
 
 def _blocks(tasks: list[Task], phases: list[int], marks: list[int]) -> tuple[list[Block], tuple[str, ...], int]:
     """Blocks in their order, the passes they make up, and the layers of a forward pass."""
-    backward = [i for i, phase in enumerate(phases) if phase == Phase.BACKWARD]
+    backward = [i for i, phase in enumerate(phases) if phase == KernelPhase.BACKWARD]
     if backward:  # clipping of gradients and the like belong to the update
-        phases = [*phases[: backward[-1] + 1], *[int(Phase.OPTIMIZER)] * (len(phases) - backward[-1] - 1)]
+        phases = [*phases[: backward[-1] + 1], *[int(KernelPhase.OPTIMIZER)] * (len(phases) - backward[-1] - 1)]
     cuts = [0, *(i for i in range(1, len(tasks)) if phases[i] != phases[i - 1]), len(tasks)]
-    passes = [Phase(phases[low]).name.lower() for low in cuts[:-1]]
+    passes = [KernelPhase(phases[low]).name.lower() for low in cuts[:-1]]
     last = {name: i for i, name in enumerate(passes)}
     blocks, layers = [], []
     for turn, (name, (low, high)) in enumerate(zip(passes, pairwise(cuts), strict=True)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from lumos.analysis.kernel_labels import Work
+from lumos.analysis.kernel_labels import KernelClass
 from lumos.trace.names import Category
 
 # Kernels that are limited by memory bandwidth, by what their names say; the first that matches counts.
@@ -40,8 +40,8 @@ def compute_kind(name: str, work: int, category: int) -> str:
         return name
     if category in (Category.COPY, Category.SET):
         return "copy" if category == Category.COPY else "set"
-    if work in (Work.MATRIX, Work.ATTENTION):
-        return "matmul" if work == Work.MATRIX else "attention"
+    if work in (KernelClass.MATRIX, KernelClass.ATTENTION):
+        return "matmul" if work == KernelClass.MATRIX else "attention"
     return next((kind for kind, pattern in _STREAMING if pattern.search(name)), "other")
 
 

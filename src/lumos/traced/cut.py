@@ -17,7 +17,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.analysis.kernel_labels import Phase, RankLabels
+from lumos.analysis.kernel_labels import KernelPhase, RankLabels
 from lumos.errors import OptionError
 from lumos.program.op import Measured, Op
 from lumos.setup.setup import Setup
@@ -81,8 +81,8 @@ class CutRank:
 
 
 _HALF = 0.5  # a call that remains in fewer than half of the blocks is an accident of the subtraction
-_ENDS = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("head grad", "embedding grad")}
-_LAYERS = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward"}
+_ENDS = {KernelPhase.FORWARD: ("embedding", "head"), KernelPhase.BACKWARD: ("head grad", "embedding grad")}
+_LAYERS = {KernelPhase.FORWARD: "forward", KernelPhase.BACKWARD: "backward"}
 
 
 def seen(op: Op) -> Measured:
@@ -103,7 +103,7 @@ def cut(labels: RankLabels, ops: Sequence[Launch], setup: Setup, layers: int) ->
     """
     train, chunks = setup.train, setup.parallel.vpp
     blocks: dict[str, CutBlock] = {}
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
+    for phase in (KernelPhase.FORWARD, KernelPhase.BACKWARD):
         blocks |= _Pass(labels, ops, phase, layers, train.microbatches, chunks, _dense_layers(setup)).blocks()
     updates = [launch for launch in ops if launch.op.phase == "optimizer"]
     blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us, _order(updates))
@@ -158,7 +158,7 @@ class _Pass:
         self,
         labels: RankLabels,
         ops: Sequence[Launch],
-        phase: Phase,
+        phase: KernelPhase,
         layers: int,
         microbatches: int,
         chunks: int,
@@ -167,7 +167,7 @@ class _Pass:
         self.phase, self.layers, self.passes, self.microbatches = phase, layers, microbatches * chunks, microbatches
         self.dense = dense
         self.ops = [launch for launch in ops if launch.op.phase == phase.name.lower()]
-        wanted = 1 if phase == Phase.FORWARD else 2
+        wanted = 1 if phase == KernelPhase.FORWARD else 2
         marks = [place for place, launch in enumerate(self.ops) if launch.attention == wanted]
         if len(marks) != layers * self.passes:
             raise OptionError(
@@ -213,7 +213,7 @@ class _Pass:
         found = []
         for row in self.marks:
             for place, (start, end) in enumerate(itertools.pairwise(row)):
-                layer = place if self.phase == Phase.FORWARD else self.layers - 2 - place
+                layer = place if self.phase == KernelPhase.FORWARD else self.layers - 2 - place
                 if (layer < self.dense) == dense:
                     found.append((int(start), int(end)))
         return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
-from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
+from lumos.analysis.kernel_labels import KernelClass, KernelPhase, RankLabels, label
 from lumos.analysis.replay import Replay
 from lumos.data_files import read_table
 from lumos.setup.gpus import gpu_called
@@ -76,16 +76,16 @@ def _setup(run: Replay) -> Iterator[Disclosure]:
 
 def _work(run: Replay, labels: RankLabels) -> Iterator[Disclosure]:
     """What the kernels of one step show."""
-    attentions = int(((labels.attention == 1) & (labels.phase == Phase.FORWARD)).sum())
+    attentions = int(((labels.attention == 1) & (labels.phase == KernelPhase.FORWARD)).sum())
     if attentions:
         yield _shown("layers", str(attentions))
     yield _shown("kernels", f"{len(labels.row):,}")
     total = max(float(labels.us.sum()), 1e-9)
-    shares = {work.name.lower(): float(labels.us[labels.work == work].sum()) / total for work in Work}
+    shares = {work.name.lower(): float(labels.us[labels.work == work].sum()) / total for work in KernelClass}
     parts = (f"{_TEXTS['work'][work]} {100 * share:.0f} %" for work, share in shares.items() if share >= 0.005)
     yield _shown("gpu_time", ", ".join(parts))
     gpu = next((gpu for header in run.execution.trace.headers if (gpu := gpu_called(header.gpu))), None)
-    matrix_us = float(labels.us[labels.work == Work.MATRIX].sum())
+    matrix_us = float(labels.us[labels.work == KernelClass.MATRIX].sum())
     if gpu is not None and matrix_us and not gpu.is_cpu:
         most = matrix_us * gpu.peak_tflops.get("bf16", max(gpu.peak_tflops.values())) / 1e6
         yield _shown("matmuls", f"{most:.3g} TFLOP a rank", gpu=gpu.name)

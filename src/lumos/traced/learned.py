@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
+from lumos.analysis.kernel_labels import KernelClass, KernelPhase, RankLabels, label
 from lumos.analysis.replay import Replay
 from lumos.costs.aten_prices import AtenPrices
 from lumos.data_files import read_table
@@ -22,7 +22,7 @@ from lumos.memory.memory import Memory
 from lumos.program.op import Ops
 from lumos.program.operators import Collective
 from lumos.read.op_columns import OpType, RankOps, Shape, rank_ops
-from lumos.schedules import Phase as SchedulePhase
+from lumos.schedules import Phase
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, assembled
@@ -63,7 +63,7 @@ def loaded_step(setup: Setup, learned: Learned) -> Step:
 
 def _matrix_us(program: Program, costs: TraceCosts) -> float:
     """What matmuls and attention of a step take on one GPU, as a mean over pipeline stages."""
-    passes = [(chunk, phase) for row in program.chunks for chunk in row for phase in SchedulePhase]
+    passes = [(chunk, phase) for row in program.chunks for chunk in row for phase in Phase]
     blocks = [block for chunk, phase in passes for block in program.blocks(chunk, phase)]
     busy = {block.key: costs.matrix_us(block.build()) for block in {block.key: block for block in blocks}.values()}
     return program.rounds * sum(block.times * busy[block.key] for block in blocks) / len(program.chunks)
@@ -228,7 +228,7 @@ class CalibratedRun:
             _inside_blocks_us(self.plain, stage) + sum(self.plain.role_us(what, stage) for what in outside) > 0
             for stage in range(self.setup.parallel.pp)
         )
-        return expected and not any((labels.work == Work.COMM).any() for labels in self.labels)
+        return expected and not any((labels.work == KernelClass.COMM).any() for labels in self.labels)
 
     @cached_property
     def slowdown(self) -> float:
@@ -270,7 +270,7 @@ class CalibratedRun:
                 decides = Learned.slower
                 calibration = replace(calibration, blocks=self._tempered(calibration.blocks), gpu_bound=True)
             rest = clean - loaded_step(self.setup, calibration).us
-            talks = any((labels.work == Work.COMM).any() for labels in self.labels)  # and waits in every layer
+            talks = any((labels.work == KernelClass.COMM).any() for labels in self.labels)  # and waits in every layer
             if not talks and (decides == Learned.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
                 return self._fixed(calibration)
         for change in (decides, Learned.slower_network):
@@ -370,7 +370,7 @@ class CalibratedRun:
 
     def _communication(self) -> Times:
         """All communication of a step, as a mean over ranks, in microseconds."""
-        return np.array([labels.us[labels.work == Work.COMM].sum() for labels in self.labels])
+        return np.array([labels.us[labels.work == KernelClass.COMM].sum() for labels in self.labels])
 
     def _data_parallel(self) -> float:
         """Measured over modelled, of collectives that are in no layer."""
@@ -390,7 +390,7 @@ class CalibratedRun:
         names = self.run.execution.trace.names
         sends = np.array([collective_name(name) == "send_recv" for name in names], bool)
         kernel = self.run.execution.trace.name
-        found = [labels.us[(labels.work == Work.COMM) & sends[kernel[labels.row]]] for labels in self.labels]
+        found = [labels.us[(labels.work == KernelClass.COMM) & sends[kernel[labels.row]]] for labels in self.labels]
         typical = float(np.median(np.concatenate(found))) if any(len(part) for part in found) else 0.0
         size = float(shard.spread_tokens * shard.model.hidden * shard.element)
         links = (Collective("p2p", size, shard.link(*stages)) for stages in self.plain.structure.links)
@@ -400,14 +400,14 @@ class CalibratedRun:
     @cached_property
     def understood(self) -> list[dict[str, Any]]:
         """What was recognised of every rank: tasks and GPU time by phase, one layer, embedding and head."""
-        ends = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("embedding grad", "head grad"),
-                Phase.OPTIMIZER: ("optimizer",)}  # fmt: skip
+        ends = {KernelPhase.FORWARD: ("embedding", "head"), KernelPhase.BACKWARD: ("embedding grad", "head grad"),
+                KernelPhase.OPTIMIZER: ("optimizer",)}  # fmt: skip
         return [self._understood(*pair, phase, ends[phase]) for pair in zip(self.labels, self.ranks, strict=True)
-                for phase in Phase]  # fmt: skip
+                for phase in KernelPhase]  # fmt: skip
 
-    def _understood(self, labels: RankLabels, rank: CutRank, phase: Phase, ends: Sequence[str]) -> dict[str, Any]:
+    def _understood(self, labels: RankLabels, rank: CutRank, phase: KernelPhase, ends: Sequence[str]) -> dict[str, Any]:
         tasks, name = labels.of(phase), phase.name.lower()
-        layer = rank.blocks.get(name, CutBlock()) if phase != Phase.OPTIMIZER else CutBlock()
+        layer = rank.blocks.get(name, CutBlock()) if phase != KernelPhase.OPTIMIZER else CutBlock()
         return {
             "rank": labels.rank, "phase": name, "tasks": int(tasks.sum()),
             "gpu_ms": float(labels.us[tasks].sum()) / 1e3,

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.analysis.kernel_labels import Phase, RankLabels, Work
+from lumos.analysis.kernel_labels import KernelClass, KernelPhase, RankLabels
 from lumos.costs.kernel_work import REDUCTIONS
 from lumos.program.op import Measured, Op, Tensor
 from lumos.read.op_columns import OpType, RankOps, TracedOp
 from lumos.trace.trace import Trace
 
-_PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+_PHASES = {KernelPhase.FORWARD: "forward", KernelPhase.BACKWARD: "backward", KernelPhase.OPTIMIZER: "optimizer"}
 _ATTENTIONS = (
     ("forward", 1, (("attention.forward", 4), ("aten._softmax.default", 4))),
     ("backward", 2, (("attention.backward", 4), ("aten._softmax_backward_data.default", 4))),
@@ -46,17 +46,17 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Launch]
     owners = owners_of(trace, labels, ops)
     causal = is_causal(ops)
     streams = trace.lane[labels.row]
-    computing = np.where(labels.work == Work.COMM, 0.0, labels.us)  # collectives may run longer than everything else
+    computing = np.where(labels.work == KernelClass.COMM, 0.0, labels.us)  # collectives may run longer than all else
     main = int(np.bincount(streams, computing).argmax()) if len(streams) else -1
     found: list[Launch] = []
     last: TracedOp | None = None
     for i, owner in enumerate(owners):
-        kernel = Measured(float(labels.us[i]), 1.0, like=Work(int(labels.work[i])).name.lower())
+        kernel = Measured(float(labels.us[i]), 1.0, like=KernelClass(int(labels.work[i])).name.lower())
         mark = int(labels.attention[i])
         if owner is not None and owner is last:
             found[-1] = _joined(found[-1], kernel, mark)
             continue
-        phase = _PHASES[Phase(int(labels.phase[i]))]
+        phase = _PHASES[KernelPhase(int(labels.phase[i]))]
         name = trace.names[trace.name[labels.row[i]]]
         op = recorded(owner, phase, causal) if owner is not None else Op(name, (), (), phase)
         op = op._replace(stream=int(streams[i] != main), role=_role(op, owner, kernel), measured=kernel)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
+from lumos.analysis.kernel_labels import KernelClass, KernelPhase, RankLabels, label
 from lumos.analysis.replay import Replay
 from lumos.costs.aten_prices import AtenPrices
 from lumos.costs.in_step import in_step_factors
@@ -267,7 +267,7 @@ def _calls(trace: Trace, labels: RankLabels, owners: Sequence[TracedOp | None]) 
     last: TracedOp | None = None
     call: Call | None = None
     for i, owner in enumerate(owners):
-        if labels.work[i] == Work.COMM:
+        if labels.work[i] == KernelClass.COMM:
             continue
         kernel = trace.names[trace.name[labels.row[i]]], float(labels.us[i])
         if call is not None and owner is not None and owner is last:
@@ -277,7 +277,7 @@ def _calls(trace: Trace, labels: RankLabels, owners: Sequence[TracedOp | None]) 
             continue
         if call is not None:
             yield call
-        call = Call(owner, Phase(int(labels.phase[i])).name.lower(), kernel[1], float(waited[i]), (kernel,))
+        call = Call(owner, KernelPhase(int(labels.phase[i])).name.lower(), kernel[1], float(waited[i]), (kernel,))
         last = owner
     if call is not None:
         yield call
