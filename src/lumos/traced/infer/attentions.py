@@ -65,11 +65,11 @@ def _attends(first: list[Shape], second: list[Shape], softmax: Shape) -> bool:
     return fits and (normalised or (s, d) == (t, e))
 
 
-def attention_shape(attention: Attention) -> AttentionShape | None:
-    """As far as the operator itself shows it."""
+def attention_shape(attention: Attention, tokens: int = 0) -> AttentionShape | None:
+    """As far as the operator itself shows it, or, if it is not fused, the tokens over which it runs."""
     op = attention.op
     if attention.scores is not None:
-        return _unfused(attention.scores, op)
+        return _unfused(attention.scores, op, tokens)
     outer = op.outer.shapes if op.outer is not None else []
     padded = bool(outer and op.shapes) and len(outer[0]) == 4 and outer[0][:3] == op.shapes[0][:3]
     shapes = outer if padded else op.shapes  # sizes of heads may be padded for the kernel
@@ -86,25 +86,16 @@ def attention_shape(attention: Attention) -> AttentionShape | None:
     return replace(query, keys=key[seq], kv_heads=key[heads], value_dim=value[3])
 
 
-def _unfused(scores: TracedOp, weighted: TracedOp) -> AttentionShape | None:
-    """From the matmuls of four dimensions around those of three, which have one for batch and heads."""
+def _unfused(scores: TracedOp, weighted: TracedOp, tokens: int) -> AttentionShape | None:
+    """From the matmuls of four dimensions around those of three, which have one for batch and heads; or from tokens."""
     (both, seq, dim), (_, keys, value_dim) = scores.factors[0], weighted.factors[1]
-    for op in (scores.parent, weighted.parent):
+    batch = tokens // seq if tokens % seq == 0 else 0
+    for op in (weighted.parent, scores.parent):
         whole = op.shapes[0] if op is not None and op.shapes else ()
         if len(whole) == 4 and whole[0] * whole[1] == both and whole[2] == seq:
-            return AttentionShape(whole[0], seq, whole[1], dim, keys, whole[1], value_dim)
-    return None
-
-
-def shape_over(attention: Attention, tokens: int) -> AttentionShape | None:
-    """The shape of an unfused attention over so many tokens, where nothing around it shows batch and heads."""
-    if attention.scores is None:
-        return None
-    (both, seq, dim), (_, keys, value_dim) = attention.scores.factors[0], attention.op.factors[1]
-    batch = tokens // seq
-    fits = batch and batch * seq == tokens and both % batch == 0
-    heads = both // batch if fits else 0
-    return AttentionShape(batch, seq, heads, dim, keys, heads, value_dim) if fits else None
+            batch = whole[0]
+    heads = both // batch if batch and both % batch == 0 else 0
+    return AttentionShape(batch, seq, heads, dim, keys, heads, value_dim) if heads else None
 
 
 def with_fewest_keys(shapes: Sequence[AttentionShape | None]) -> list[AttentionShape | None]:

@@ -24,7 +24,6 @@ from lumos.traced.infer.attentions import (
     attention_shape,
     find_attentions,
     main_shape,
-    shape_over,
     with_fewest_keys,
 )
 
@@ -133,11 +132,9 @@ def read_layers(ops: RankOps) -> RankLayers:
     forward = ops.forward(*_LOOKED_AT)
     attentions = find_attentions(forward)
     matmuls = {id(op): matmul for op in forward if (matmul := _matmul(op))}
-    recorded = [attention_shape(attention) for attention in attentions]
-    spans = {shape.batch * shape.seq for shape in recorded if shape}
+    spans = {shape.batch * shape.seq for one in attentions if (shape := attention_shape(one))}
     tokens, dtype = _tokens([(op.dtype, matmuls[id(op)]) for op in forward if id(op) in matmuls], spans)
-    known = zip(recorded, attentions, strict=True)
-    shapes = with_fewest_keys([shape or shape_over(one, tokens) for shape, one in known])
+    shapes = with_fewest_keys([attention_shape(one, tokens) for one in attentions])
     every = tuple(_parts(forward, {id(one.op) for one in attentions}, matmuls, tokens))
     parts = _without_adapters(every, {op.shapes[0] for op in ops.of(OpType.GRADIENT) if op.shapes})
     attention = main_shape(shapes, tokens)
