@@ -12,7 +12,7 @@ import pytest
 
 from commands import lumos_here
 from lumos import read_job, replay
-from lumos.analysis.readiness import FileFacts, Readiness
+from lumos.analysis.readiness import Readiness
 from support import Event, call, header, kernel, note, op, training_run, write_trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data"
@@ -45,7 +45,7 @@ def _renumbered(events: list[Event]) -> list[Event]:
 
 
 def readiness(path: Path, **files: bool) -> Readiness:
-    return Readiness(replay(read_job(path)), FileFacts(**files))
+    return Readiness(replay(read_job(path)), **files)
 
 
 def lacks(path: Path, **files: bool) -> dict[str, str]:

@@ -50,14 +50,6 @@ class Finding:
     record: str  # the fix
 
 
-@dataclass(frozen=True)
-class FileFacts:
-    """What the files state that a Trace does not."""
-
-    setup: bool = True  # a setup next to the traces states what was trained
-    shapes: bool = False  # operators have their shapes, whatever the header states
-
-
 Lack = tuple[str, dict[str, Any]]
 """A section of readiness.toml, and the values that it mentions."""
 
@@ -67,7 +59,8 @@ class Readiness:
     """What can be asked of a replayed trace, and what cannot."""
 
     run: Replay
-    files: FileFacts = FileFacts()
+    setup: bool = True  # a setup next to the traces states what was trained
+    shapes: bool = False  # operators have their shapes, whatever the header states
 
     def __repr__(self) -> str:
         ready = ", ".join(name for name, can in self.ready.items() if can) or "nothing"
@@ -210,7 +203,7 @@ class Readiness:
     def _records(self) -> Iterator[Lack]:
         """Options of the profiler, CUDA graphs, what a changed setup needs, and the setup itself."""
         trace, headers = self.trace, self.trace.headers
-        if self.has_operators and not self.files.shapes and not any(header.has_shapes for header in headers):
+        if self.has_operators and not self.shapes and not any(header.has_shapes for header in headers):
             yield "shapes", {}
         if graphs := int((trace.call == CallKind.GRAPH_LAUNCH).sum()):
             yield "cuda_graphs", {"count": graphs}
@@ -223,7 +216,7 @@ class Readiness:
                 yield "layers", {"passes": " or ".join(lacking)}
             elif not any(name.startswith("Optimizer.step") for name in trace.names):
                 yield "optimizer", {}
-        if not self.files.setup:
+        if not self.setup:
             yield "setup", {}
 
 
@@ -245,7 +238,7 @@ def readiness(run: Replay, path: Path) -> Readiness:
     folder, headers = path if path.is_dir() else path.parent, run.execution.trace.headers
     has_setup = any(_states_a_model(file) for file in folder.glob("*.toml"))
     has_shapes = any(header.has_shapes for header in headers) or any(map(_has_shapes, headers[:1]))
-    return Readiness(run, FileFacts(has_setup, has_shapes))
+    return Readiness(run, has_setup, has_shapes)
 
 
 def _states_a_model(path: Path) -> bool:
