@@ -46,7 +46,7 @@ PACKAGES = {  # what is mutated, and how many mutants each row of the table is d
 SPECIFICATIONS = {  # of a folder or file, the most specific name first; what fails soonest comes first
     "cost/energy.py": ("test_costs.py", "test_energy.py"),
     "cost": ("test_costs.py", "test_accuracy.py", "test_forecast.py"),
-    "program/memory.py": ("test_memory.py", "test_time_and_memory.py", "test_accuracy.py"),
+    "memory": ("test_memory.py", "test_time_and_memory.py", "test_accuracy.py"),
     "program": ("test_program.py", "test_memory.py", "test_time_and_memory.py", "test_accuracy.py"),
     "schedules": ("test_schedules.py", "test_time_and_memory.py", "test_memory.py"),
     "step": ("test_time_and_memory.py", "test_schedules.py", "test_step_trace.py"),

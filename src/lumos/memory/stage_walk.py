@@ -61,7 +61,6 @@ class BlockMemory(NamedTuple):
 
 
 BEFORE, LAYER, AFTER = range(3)
-_NONE = Parameters(0.0, 0.0)
 Runs = Sequence[tuple[BlockMemory, int]]
 """Blocks in the order of the forward pass, and how many equal ones follow each other."""
 
@@ -115,6 +114,7 @@ class _Walk:
         self.end_gradients = sum(trained(block.parameters) for block in ends)
         self.after = self.sharding.low * sum(trained(block.parameters) for block in ends if block.place == AFTER)
         self.is_sharded = self.sharding.gathers == "every pass"
+        self.units = list(self._units()) if self.is_sharded else []
         self.states = self.sharding.states(self.parameters, blocks.vectors, outside)
         self.trained = trained(self.parameters)
         self.gathered, self.outputs = self._gathered(outside), self._outputs()
@@ -201,11 +201,10 @@ class _Walk:
         (block, number), sharding, reduced = self.runs[index], self.sharding, self.framework.reduce_bytes
         always, gathered, ahead, head = self.always + self._half(done), 0.0, 0.0, 0.0
         if self.is_sharded:
-            ahead = sharding.low * sum(self._unit(index if later < number - 1 else index - 1))
-            gathered = sharding.low * sum(self._unit(index)) + ahead
-            behind = self._unit(index if later else index + 1)
+            ahead = self.units[index if later < number - 1 else index - 1][0]
+            gathered = self.units[index][0] + ahead
             head = 0.0 if block.place == AFTER else self.after
-            always += head + reduced * sharding.trained_number(behind)
+            always += head + reduced * self.units[index if later else index + 1][1]
         there = self.states.gradients if self.stay else done
         if block.forward:
             before = self.states.gradients if self.stay else 0.0
@@ -217,7 +216,7 @@ class _Walk:
                 begun, buffers = 0.0, buffers + moment.gradients
             yield self._phase(index, later), there + begun, left + moment.activations, buffers
         if self.is_sharded and block.place == LAYER:
-            own = (sharding.low + reduced) * sharding.trained_number(self._unit(index))
+            own = (sharding.low + reduced) * self.units[index][1]
             yield "reduce", there, left, self.always + own + ahead + head
 
     def _phase(self, index: int, later: int) -> str:
@@ -235,12 +234,17 @@ class _Walk:
             return self.half
         return self.half * done / max(self.sharding.gradient_bytes(self.parameters), 1.0)
 
-    def _unit(self, index: int) -> Parameters:
-        """Parameters of a layer that ZeRO 3 gathers and divides; those of other blocks stay gathered."""
-        block = self.runs[index][0] if 0 <= index < len(self.runs) else None
-        if block is None or block.place != LAYER:
-            return _NONE
-        return block.parameters if self.sharding.expert_shards > 1 else block.parameters._replace(experts=0.0)
+    def _units(self) -> Iterator[tuple[float, float]]:
+        """Bytes of a layer's weights that ZeRO 3 gathers, and how many gradients it divides; none of other blocks.
+
+        The last row is for the neighbours that the first and the last block do not have.
+        """
+        divides_experts = self.sharding.expert_shards > 1
+        for block, _ in self.runs:
+            unit = block.parameters if divides_experts else block.parameters._replace(experts=0.0)
+            is_layer = block.place == LAYER
+            yield is_layer * self.sharding.low * sum(unit), is_layer * self.sharding.trained_number(unit)
+        yield 0.0, 0.0
 
     def _at_the_end(self, done: float) -> Iterator[Held]:
         """Gradients outside the layers are divided; the optimizer makes roots of all moments, or one by one."""
