@@ -7,11 +7,11 @@ import resource
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import groupby, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -217,29 +217,22 @@ def _padded(chunk: re.Match[str]) -> str:
 
 
 def _can_be_chosen(groups: Sequence[Sequence[Recorded]], names: Collection[str]) -> bool:
-    mine = [[file.path.name for file in group] for group in groups[-_MOST_OFFERED:]]
-    return all(pattern_of(group, [name for name in names if name not in group]) for group in mine)
+    return all(match_option([file.path.name for file in group], names) for group in groups[-_MOST_OFFERED:])
 
 
 def choices(groups: Sequence[Sequence[Path]], names: Collection[str]) -> str:
     """The --match of every group, the newest first; `names` are those of all traces in the folder."""
-    offered = []
-    newest = list(reversed(groups[-_MOST_OFFERED:]))
-    for place, group in enumerate(newest):
-        mine = [path.name for path in group]
-        pattern = pattern_of(mine, [name for name in names if name not in mine])
-        if pattern:
-            offered.append(f"--match {shlex.quote(pattern)}" + (" (the newest)" if place == 0 else ""))
-    more = len(groups) - _MOST_OFFERED
-    words = " or ".join(offered) + (f", or one of {more} more" if more > 0 else "")
-    return words if len(offered) == len(newest) else "move the files of each into a folder of its own"
+    latest, more = groups[: -_MOST_OFFERED - 1 : -1], len(groups) - _MOST_OFFERED
+    newest, *others = [match_option([path.name for path in group], names) for group in latest]
+    words = " or ".join([f"{newest} (the newest)", *others]) + (f", or one of {more} more" if more > 0 else "")
+    return words if all([newest, *others]) else "move the files of each into a folder of its own"
 
 
-def pattern_of(mine: Sequence[str], others: Collection[str]) -> str:
-    """A pattern that matches all of these names and none of the others, or ""."""
+def match_option(mine: Sequence[str], names: Collection[str]) -> str:
+    """--match with a pattern for these names and none of the others, or ""."""
     for pattern in _patterns(mine):
-        if all(fnmatchcase(name, pattern) for name in mine) and not any(fnmatchcase(name, pattern) for name in others):
-            return pattern
+        if {name for name in {*names, *mine} if fnmatchcase(name, pattern)} == set(mine):
+            return f"--match {shlex.quote(pattern)}"
     return ""
 
 
@@ -251,13 +244,10 @@ def _patterns(names: Sequence[str]) -> Iterator[str]:
     columns = list(zip(*(_CHUNK.findall(name) for name in names), strict=False))
     if len({len(_CHUNK.findall(name)) for name in names}) == 1:
         for in_common in (_any_end, _any_digits):
-            yield re.sub(r"\*+", "*", "".join(_column(column, in_common) for column in columns))
+            parts = (escape(words[0]) if len(set(words)) == 1 else in_common(words) for words in columns)
+            yield re.sub(r"\*+", "*", "".join(parts))
     end = _beginning([name[::-1] for name in names])[::-1]
     yield f"{escape(_beginning(names))}*{escape(end)}"
-
-
-def _column(words: Sequence[str], in_common: Callable[[Sequence[str]], str]) -> str:
-    return escape(words[0]) if len(set(words)) == 1 else in_common(words)
 
 
 def _any_end(words: Sequence[str]) -> str:
@@ -274,9 +264,3 @@ def _any_digits(words: Sequence[str]) -> str:
     """As many digits as all of these numbers have."""
     lengths = {len(word) for word in words}
     return "[0-9]" * lengths.pop() if len(lengths) == 1 and all(word.isdecimal() for word in words) else "*"
-
-
-def by_value(files: Iterable[tuple[int, Path]]) -> list[list[Path]]:
-    """Files with the same number, as groups in the order of that number."""
-    ordered = sorted(files, key=lambda file: file[0])
-    return [[path for _, path in group] for _, group in groupby(ordered, key=lambda file: file[0])]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,13 +29,12 @@ from lumos.read.formats import (
     Form,
     Recorded,
     available_bytes,
-    by_value,
     captures,
     choices,
     form_of,
     head_of,
     is_gzip,
-    pattern_of,
+    match_option,
     refuse_events,
     require_memory,
 )
@@ -221,8 +219,8 @@ def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]
     if all(form_of(file, head) in _CHAKRA for file, head in files.items()):
         raise InputError(_several_workloads(list(sets.values()), [file.name for file in files]))
     shown = ", ".join(left_out[:2]) + (", …" if len(left_out) > 2 else "")
-    chosen = pattern_of(left_out, [file.name for file in files if file in kept])
-    choose = f"choose them with --match {shlex.quote(chosen)}" if chosen else "choose with --match"
+    option = match_option(left_out, [file.name for file in files])
+    choose = f"choose them with {option}" if option else "choose with --match"
     return sorted(kept), [f"{len(left_out)} files of another capture were left out ({shown}); {choose}"]
 
 
@@ -230,9 +228,8 @@ def _several_workloads(sets: list[list[Path]], names: list[str]) -> str:
     """What to say about a folder of Chakra files that are not ranks of one job."""
     named = {file.name: [other.name for other in workload] for workload in sets for file in workload[:1]}
     shown = ", ".join(list(named)[:_MOST_NAMED]) + (", …" if len(named) > _MOST_NAMED else "")
-    first = next(iter(named.values()))
-    pattern = pattern_of(first, [name for name in names if name not in first])
-    choose = f"choose one with --match, as --match {shlex.quote(pattern)}" if pattern else "choose one with --match"
+    option = match_option(next(iter(named.values())), names)
+    choose = f"choose one with --match, as {option}" if option else "choose one with --match"
     return f"{sets[0][0].parent}: {len(named)} different Chakra workloads, not the ranks of one job ({shown}); {choose}"
 
 
@@ -342,15 +339,17 @@ def _refuse_mixed_jobs(traces: list[Trace]) -> None:
     begins = [(int(trace.start.min()), trace) for trace in traces]
     recorded = [Recorded(one.rank, Path(one.path), begin) for begin, trace in begins for one in trace.headers]
     _refuse_equal_ranks(recorded)
-    sizes = [(t.headers[0].world_size, Path(t.headers[0].path)) for t in traces if t.headers[0].world_size > 0]
     begin_of = {file.path: file.begin for file in recorded}
-    jobs = sorted(by_value(sizes), key=lambda group: max(begin_of[path] for path in group))
+    of_size: dict[int, list[Path]] = defaultdict(list)
+    for header in sorted((trace.headers[0] for trace in traces), key=lambda header: header.world_size):
+        if header.world_size > 0:
+            of_size[header.world_size].append(Path(header.path))
+    jobs = sorted(of_size.items(), key=lambda job: max(begin_of[path] for path in job[1]))
     if len(jobs) > 1:
-        of_size = {path: size for size, path in sizes}
-        (x, y) = (group[0] for group in jobs[:2])
+        (size, (x, *_)), (other, (y, *_)) = jobs[:2]
         raise InputError(
-            f"{x.name} is of a job of {of_size[x]} ranks and {y.name} of one of {of_size[y]}: these are different "
-            f"jobs; choose one: {choices(jobs, _names_in(x.parent))}"
+            f"{x.name} is of a job of {size} ranks and {y.name} of one of {other}: these are different jobs; "
+            f"choose one: {choices([files for _, files in jobs], _names_in(x.parent))}"
         )
     spans = sorted((int(t.start.min()), int(t.end.max()), Path(t.headers[0].path)) for t in traces)
     for index, ((_, end, x), (start, _, y)) in enumerate(pairwise(spans), 1):
