@@ -179,7 +179,7 @@ def test_printing_a_loss_waits_for_the_gpu_and_gives_a_number() -> None:
 
     recording = recorded(loss)
     assert "cudaStreamSynchronize" in names(recording)
-    assert any("values of tensors are not known" in text for text in recording.assumptions)
+    assert any("tensor values are unknown" in text for text in recording.assumptions)
 
 
 def test_masks_of_random_numbers_select_the_share_they_stand_for() -> None:

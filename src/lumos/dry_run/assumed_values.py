@@ -18,7 +18,7 @@ import torch
 from lumos.dry_run.endless_loops import UnknownQuestions
 from lumos.dry_run.operator_log import storage_key
 
-ASSUMED = "values of tensors are not known: masks are taken as full, no layer as dropped, experts as equally loaded"
+ASSUMED = "tensor values are unknown: assuming full masks, no dropped layers and equally loaded experts"
 _UNKNOWN = 1.0  # assumed of a loss, a norm, an element of a mask
 
 _SAME = {"_to_copy", "clone", "copy_", "contiguous", "index", "select", "slice", "view", "_unsafe_view", "expand",

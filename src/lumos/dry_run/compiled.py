@@ -40,10 +40,10 @@ _ALLOWS = "ignore_compile_internals"  # of a mode under which dynamo compiles, f
 _GRAPHED = ("reduce-overhead", "max-autotune")
 _MOST_GRAPHS = 256  # of one function, before it runs eagerly
 _COMPUTE_BOUND = 100.0  # multiplications per element that is moved (torch._inductor.fx_passes.pad_mm)
-NOT_CAPTURED = "torch.compile: a graph could not be lowered without a GPU and is taken as eager code"
-OPTIMIZER = "torch.compile: a compiled optimizer is taken as an eager one"
-GRAPHED = "torch.compile: CUDA graphs are not replayed: each kernel is launched by the host, which a real run saves"
-AUTOTUNED = "torch.compile: max-autotune is taken as the default mode: matmuls are not fused with what follows"
+NOT_CAPTURED = "torch.compile: a graph could not be lowered without a GPU and runs as eager code"
+OPTIMIZER = "torch.compile: a compiled optimizer runs as eager code"
+GRAPHED = "torch.compile: CUDA graphs are not replayed: the host launches each kernel, which a real run avoids"
+AUTOTUNED = "torch.compile: max-autotune runs as the default mode: matmuls are not fused with later operators"
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _as_the_user_wrote_it(function: Callable[..., Any], log: OperatorLog) -> Cal
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with log.regions.compiled(), _without_function_modes(), _without_hooks(), replaced(_plain_functions()):
+        with log.regions.inside("compiled"), _without_function_modes(), _without_hooks(), replaced(_plain_functions()):
             return function(*args, **kwargs)
 
     return call
@@ -105,7 +105,7 @@ def _eager(log: OperatorLog, function: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with log.regions.eager():
+        with log.regions.inside("eager"):
             return function(*args, **kwargs)
 
     return call
@@ -345,14 +345,10 @@ def _compile_one_way(log: OperatorLog, module: Any, inputs: list[Any], **options
     return _boxed(functools.partial(program.run, log))
 
 
-def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A function that takes its arguments as a list, which it may empty."""
-
-    def run(arguments: list[Any]) -> Any:
-        return function(arguments)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+def _boxed(function: Any) -> Callable[[list[Any]], Any]:
+    """Mark a function as one that takes its arguments as a list, which it may empty."""
+    function._boxed_call = True
+    return function  # type: ignore[no-any-return]
 
 
 def _lower(module: Any, inputs: list[Any], backward: bool, inference: bool, graph_id: int | None) -> Program:

@@ -1,6 +1,6 @@
 """`lumos predict config.json` from the model's own code, run on fake tensors; no GPU, no weights.
 
-What is imported here needs no torch; `predict_config` imports it when it is called.
+This module needs no torch; `predict_config` imports it when it is called.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INSTALL = "pip install 'lumos-sim[dry]' predicts it from the model's own code"
 
 
 def why_not(path: Path, changes: Sequence[str]) -> str | None:
-    """Why a config.json is described and not dry-run; None if it is dry-run, "" if the file is something else."""
+    """The reason for predicting a config.json from its sizes; None if it is dry-run, "" for any other file."""
     if _config_of(path) is None:
         return ""
     if find_spec("torch") is None or find_spec("transformers") is None:
@@ -54,7 +54,7 @@ def why_not(path: Path, changes: Sequence[str]) -> str | None:
             return f"predicted from its sizes: dry runs do not cover parallel.{key} = {value}"
     setup = _setup(path, changes).setup
     if setup.cluster.accelerator.is_cpu:
-        return "predicted from its sizes: dry runs have no prices for CPUs"
+        return "predicted from its sizes: dry runs have no costs for CPUs"
     for key, values in _SUPPORTED.items():
         section, name = key.split(".")
         value = getattr(getattr(setup, section), name)
@@ -64,12 +64,12 @@ def why_not(path: Path, changes: Sequence[str]) -> str | None:
 
 
 def count_doubt(path: Path, setup: Setup) -> str:
-    """How transformers' own count contradicts the keys of a config.json; "" where it agrees or cannot tell."""
+    """The contradiction between transformers' own count and the keys of a config.json; "" if there is none."""
     config = _config_of(path)
     if config is None or find_spec("torch") is None or find_spec("transformers") is None:
         return ""
     if any(isinstance(part, dict) and "model_type" in part for part in config.values()):
-        return ""  # of a model of several parts, only one is described
+        return ""  # a setup covers only one part of such a model
     os.environ.update(_OFFLINE)
     from lumos.dry_run.huggingface_model import parameters
 
@@ -117,7 +117,7 @@ def predict_config(
 
 
 def record_config(path: Path, changes: Sequence[str]) -> Recording:
-    """A step of the model of a config.json, on fake tensors."""
+    """Record a step of the model of a config.json on fake tensors."""
     config = _config_of(path)
     if config is None:
         raise InputError(f"{place_of(path)}: not the config.json of a model")
@@ -136,7 +136,7 @@ def _notes(precision: str) -> tuple[str, ...]:
 
 
 def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequence[str]) -> Recording:
-    """Record the step; whatever the model's code does that fake tensors cannot follow is one line for the user."""
+    """Record the step; one line reports what the model's code does that fake tensors cannot follow."""
     os.environ.update(_OFFLINE)
     from lumos.dry_run.huggingface_model import builder
     from lumos.dry_run.record import record_step
@@ -147,9 +147,9 @@ def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequenc
         build = builder(config, train.seq, train.micro_batch, train.precision, train.recompute == "full")
         return record_step(build, train.optimizer, train.microbatches, train.compile)
     except LumosError as error:
-        raise OptionError(f"{where}: {error}; or {_way_out(path, changes)}") from None
+        raise OptionError(f"{where}: {error}; or {_alternative(path, changes)}") from None
     except TimeoutError as error:
-        raise OptionError(f"{where}: {error}; {_way_out(path, changes)}") from None
+        raise OptionError(f"{where}: {error}; {_alternative(path, changes)}") from None
     except Exception as error:  # the model's own code may raise anything
         line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
         longest = config.get("max_position_embeddings")
@@ -157,15 +157,15 @@ def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequenc
             line = f"train.seq = {train.seq} is more than its max_position_embeddings = {longest} ({line[:80]})"
         raise OptionError(
             f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; "
-            f"{_way_out(path, changes)}"
+            f"{_alternative(path, changes)}"
         ) from None
 
 
-def _way_out(path: Path, changes: Sequence[str]) -> str:
-    """What to do instead of a dry run: describe the model, where a setup can."""
+def _alternative(path: Path, changes: Sequence[str]) -> str:
+    """What to do instead of a dry run: predict from the sizes of the model, if a setup can describe it."""
     try:
         read_setup_with_notes(path, changes)
-    except LumosError as error:  # other mistakes can be mended with --set
+    except LumosError as error:  # other errors can be fixed with --set
         if "cannot be described" in str(error):
             return "dry-run a training script of it: lumos capture --dry -- COMMAND"
     return "add --describe to predict from the sizes of the model"

@@ -243,7 +243,7 @@ def _without_draws(function: Callable[..., Any], values: AssumedValues, fills: b
 # ---------------------------------------------------------------------- recurrent layers
 # cuDNN multiplies the inputs of all time steps at once, then runs one matmul and one kernel for the gates at every time
 # step; PyTorch without cuDNN makes a dozen operators of every time step.
-RECURRENT = "recurrent layers: taken as cuDNN without persistent kernels: one matmul and one gate kernel per time step"
+RECURRENT = "recurrent layers: assuming cuDNN without persistent kernels: one matmul and one gate kernel per time step"
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _CELLS = {"lstm": "aten._thnn_fused_lstm_cell", "gru": "aten._thnn_fused_gru_cell"}
 _KEPT = 2  # for the backward pass, besides the gates: states and cells of every time step

@@ -271,8 +271,10 @@ class _Reader:
         writes = node.read_writes.writes
         reads = [dep for dep in node.read_writes.reads if dep.name not in node.get_buffer_names()]
         written = tuple(self._touched(name, writes) for name in kept)
-        read = tuple(self._touched(name, reads) for name in _names(reads))
-        added_to = {self.placed(self._whole(dep.name)).buffer for dep in writes if _is_atomic(dep)}
+        moved = dict.fromkeys(dep.name for dep in reads if isinstance(dep, MemoryDep | StarDep))
+        read = tuple(self._touched(name, reads) for name in moved)
+        atomic = (dep.name for dep in writes if getattr(dep, "mode", None) == "atomic_add")
+        added_to = {self.placed(self._whole(name)).buffer for name in atomic}
         if added_to:  # of what is added to, only the places that are written are read
             read = tuple(view for view in read if view.buffer not in added_to)
             read += tuple(view for view in written if view.buffer in added_to)
@@ -320,15 +322,6 @@ def _reads_last(node: Any, part: Any, name: str) -> bool:
     touching = [(other, dep) for other, dep in deps if dep.name == name]
     others = {other.get_name() for other, _ in touching} - {part.get_name()}
     return len({dep for _, dep in touching}) == 1 and others <= set(part.ancestors)
-
-
-def _names(deps: Any) -> list[str]:
-    """Buffers of dependencies that move data."""
-    return list(dict.fromkeys(dep.name for dep in deps if isinstance(dep, MemoryDep | StarDep)))
-
-
-def _is_atomic(dep: Any) -> bool:
-    return getattr(dep, "mode", None) == "atomic_add"
 
 
 def _elements(dep: Any, everything: int) -> int:

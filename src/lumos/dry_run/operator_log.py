@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -191,34 +192,25 @@ class CompiledRegions:
     def __init__(self) -> None:
         self.gives_up_frames = False  # dynamo has left functions to Python, and will do so again
         self.has_run = False  # a compiled function has, in which no module is seen to be entered
-        self._compiled = self._eager = 0  # calls that are under way
+        self._running = Counter[str]()  # calls that are under way
         self._sequence: set[int] = set()
 
     @contextmanager
-    def compiled(self) -> Iterator[None]:
-        """Mark the run of a compiled function."""
-        self.has_run = True
-        self._compiled += 1
+    def inside(self, kind: str) -> Iterator[None]:
+        """Mark what runs: `compiled` functions, or `eager` operators in place of compiled code."""
+        self.has_run |= kind == "compiled"
+        self._running[kind] += 1
         try:
             yield
         finally:
-            self._compiled -= 1
-
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Mark operators that run in place of compiled code."""
-        self._eager += 1
-        try:
-            yield
-        finally:
-            self._eager -= 1
+            self._running[kind] -= 1
 
     def marked(self, options: tuple[str, ...]) -> tuple[str, ...]:
         """The options of the operator that runs now, with a mark if it replaces compiled code."""
         return (*options, UNCOMPILED) if "compiled" not in options and self._falls_back() else options
 
     def _falls_back(self) -> bool:
-        if self._eager or (self._compiled and self.gives_up_frames):
+        if self._running["eager"] or (self._running["compiled"] and self.gives_up_frames):
             if is_forward():
                 self._sequence.add(torch._C._autograd._get_sequence_nr())
             return True

@@ -28,7 +28,7 @@ from lumos.dry_run.fake_gpu import Replacement
 from lumos.dry_run.operator_log import OperatorLog
 from lumos.program.op import UNSEEN
 
-NOT_INSTALLED = "{} is estimated: kernels of its package take the place of the reference code in transformers"
+NOT_INSTALLED = "{} is estimated: kernels of its package replace the reference code in transformers"
 _DELTA_CHUNK = 64  # tokens; of flash-linear-attention, whatever the reference takes
 _BACKWARD_PASSES = 3
 _OF_PYTORCH = frozenset(

@@ -37,8 +37,8 @@ from lumos.dry_run.record import Recorder, StepCounter, recorded
 from lumos.dry_run.recorded_step import write_recording
 from lumos.errors import printable
 
-ONE_PROCESS = "torch.multiprocessing.spawn: one of {} processes runs; the others are taken to do the same"
-ONE_GPU = "nn.DataParallel is taken as one GPU with the whole batch: use DistributedDataParallel for several"
+ONE_PROCESS = "torch.multiprocessing.spawn: one of {} processes runs, assuming that the others do the same"
+ONE_GPU = "nn.DataParallel runs as one GPU with the whole batch: use DistributedDataParallel for several GPUs"
 _OBJECT = "it waits for an object of another rank: give a PipelineStage its input_args and output_args"
 VARIABLE = "LUMOS_DRY_RUN"  # set in the script's process, which can ask for it
 STEPS = 2

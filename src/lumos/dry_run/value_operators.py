@@ -21,7 +21,7 @@ from lumos.program.op import UNSEEN
 
 _MASKS = (torch.bool, torch.uint8)
 _WAIT = "cudaStreamSynchronize"
-ASSUMED_MASK = "flex_attention: the blocks that its mask leaves out are not known: it is taken as causal"
+ASSUMED_MASK = "flex_attention: the blocks that its mask leaves out are unknown: assuming a causal mask"
 
 
 class ValueOperators(OperatorLog, AbstractContextManager[Any]):
