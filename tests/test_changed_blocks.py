@@ -248,7 +248,7 @@ def test_the_load_of_a_step_is_what_its_matmuls_take_of_it() -> None:
     assert isinstance(step.prices, TraceCosts)
     program = step.assembly.program
     (layer, *_) = program.blocks(program.chunks[0][0], Phase.FORWARD)
-    assert step.prices.load == pytest.approx(8 * step.prices.matrix_us(layer.build()) / step.us, rel=0.02)
+    assert step.prices.load == pytest.approx(8 * step.prices.matrix_us(layer.build()) / step.us, rel=0.03)
 
 
 # ---------------------------------------------------------------------- a block

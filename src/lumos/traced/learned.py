@@ -40,25 +40,33 @@ _SHARED_CORES = (
 _TABLE = read_table("change.json")
 _SHARED = 1.5  # times their price, from which on matmuls of several ranks are those of ranks that share a GPU
 _NEAR = 0.4  # times what its launches cost on a typical host, or its inverse: the host does little besides
-_LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a few percent at most
+_CLOSED = 1e-3  # of the step that may be left for a time once a step, whatever it is
 Times = NDArray[np.float64]
 
 
-def learned_step(setup: Setup, learned: Learned, rounds: int = 0) -> Step:
-    """A step of any setup with what a trace shows: at the clock of the traced run, or of its own load in rounds."""
+def learned_step(setup: Setup, learned: Learned) -> Step:
+    """A step of any setup with what a trace shows, at the clock of the traced run."""
     costs = trace_costs(setup, learned, learned.load)
-    program = traced_program(setup, costs)
-    step = assembled(setup, costs, program).step()
-    for _ in range(0 if setup.cluster.accelerator.is_cpu else rounds):  # the clock of a CPU is not known to fall
-        window = step.us + learned.beyond_us if setup.parallel.pp == 1 else _busy_us(step)
-        costs = costs.at_load(min(max(_matrix_us(program, costs) / max(window, 1e-9), 0.0), 1.0))
-        step = assembled(setup, costs, program).step()
-    return step
+    return assembled(setup, costs, traced_program(setup, costs)).step()
 
 
 def loaded_step(setup: Setup, learned: Learned) -> Step:
-    """The same, at the clock of the GPU's own load."""
-    return learned_step(setup, learned, _LOAD_ROUNDS)
+    """The same, at the clock of the GPU's own load; one correction is enough, as the clock moves the load little."""
+    step = learned_step(setup, learned)
+    load = min(load_of(step, learned), 1.0)
+    if setup.cluster.accelerator.is_cpu or load == learned.load:  # the clock of a CPU is not known to fall
+        return step
+    costs = step.prices
+    assert isinstance(costs, TraceCosts)
+    return assembled(setup, costs.at_load(load), step.assembly.program).step()
+
+
+def load_of(step: Step, learned: Learned) -> float:
+    """The share of a step that matmuls and attention run on one GPU, as a mean over pipeline stages."""
+    costs = step.prices
+    assert isinstance(costs, TraceCosts)
+    window = step.us + learned.beyond_us if step.setup.parallel.pp == 1 else _busy_us(step)
+    return _matrix_us(step.assembly.program, costs) / max(window, 1e-9)
 
 
 def _matrix_us(program: Program, costs: TraceCosts) -> float:
@@ -256,10 +264,11 @@ class CalibratedRun:
             "step is without them",
         )
 
-    def _closed(self, calibration: Learned, step: Step) -> Learned:
+    def _closed(self, learned: Learned, step: Step) -> Learned:
         """Close the rest by a time once a step: it begins and ends with waiting, which does not grow with it.
 
         What is more than that is taken for the speed of the host, or, where ranks wait for each other, of what decides.
+        All of it at the clock of the recording, which no model has to find.
         """
         clean = self.run.clean_ms * 1e3
         decides: Callable[[Learned, float], Learned] = Learned.slower_host
@@ -268,31 +277,49 @@ class CalibratedRun:
         else:
             if step.host_share <= _TABLE["host_bound_share"]:
                 decides = Learned.slower
-                calibration = replace(calibration, blocks=self._tempered(calibration.blocks), gpu_bound=True)
-            rest = clean - loaded_step(self.setup, calibration).us
+                learned = replace(learned, blocks=self._tempered(learned.blocks), gpu_bound=True)
+                step = learned_step(self.setup, learned)
             talks = any((labels.work == KernelClass.COMM).any() for labels in self.labels)  # and waits in every layer
-            if not talks and (decides == Learned.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
-                return self._fixed(calibration)
+            little = abs(clean - step.us) < _TABLE["most_fixed_share"] * clean
+            if not talks and (decides == Learned.slower or little):
+                return self._fixed(learned, step)
         for change in (decides, Learned.slower_network):
-            calibration = self._scaled(calibration, change)
-        return self._fixed(calibration)
+            if abs(clean - step.us) > _CLOSED * clean:
+                learned, step = self._scaled(learned, step, change)
+        return self._fixed(learned, step)
 
-    def _fixed(self, calibration: Learned) -> Learned:
-        """With what is left as a time once a step; in rounds, because it changes the load, and so the clock."""
-        for _ in range(_TABLE["rounds"]):
-            step = loaded_step(self.setup, calibration)
-            rest = self.run.clean_ms * 1e3 - step.us - beyond_us(step, calibration)
-            calibration = replace(calibration, beyond_us=calibration.beyond_us + rest)
-        return calibration
+    def _fixed(self, learned: Learned, step: Step) -> Learned:
+        """With what is left as a time once a step; see `beyond_us`."""
+        rest = self.run.clean_ms * 1e3 - step.us
+        if learned.gpu_bound and rest > 0:
+            rest += step.us * step.host_cost
+        learned = replace(learned, beyond_us=rest)
+        return replace(learned, load=min(load_of(step, learned), 1.0))
 
-    def _scaled(self, calibration: Learned, change: Callable[[Learned, float], Learned]) -> Learned:
-        """With something made slower or faster until the step takes as long as recorded; unchanged where that fails."""
-        clean, found = self.run.clean_ms * 1e3, calibration
-        low, high = _TABLE["least_correction"], _TABLE["most_correction"]
+    def _scaled(
+        self, learned: Learned, step: Step, change: Callable[[Learned, float], Learned]
+    ) -> tuple[Learned, Step]:
+        """With something made slower or faster until the step takes as long as recorded; unchanged where that fails.
+
+        It may take much of it before anything happens, where something else is awaited: that much is tried first. If it
+        is too much, the rest is found along the line between too little and too much, in rounds.
+        """
+        clean = self.run.clean_ms * 1e3
+        low, high, most = (_TABLE[key] for key in ("least_correction", "most_correction", "correction_power"))
+        little, much = 1.0, min(max(clean / step.us, low), high) ** most
+        found, steps = {little: learned, much: change(learned, much)}, {little: step}
+        steps[much] = learned_step(self.setup, found[much])
         for _ in range(_TABLE["rounds"]):
-            found = change(found, min(max(clean / loaded_step(self.setup, found).us, low), high))
-        before, after = (abs(clean - loaded_step(self.setup, some).us) for some in (calibration, found))
-        return found if after < before / 2 else calibration
+            before, after = steps[little].us - clean, steps[much].us - clean
+            if before * after >= 0:
+                break
+            factor = little - before * (much - little) / (after - before)
+            found[factor] = change(learned, factor)
+            steps[factor] = learned_step(self.setup, found[factor])
+            little, much = (factor, much) if (steps[factor].us - clean) * before > 0 else (little, factor)
+        best = min(steps, key=lambda factor: abs(clean - steps[factor].us))
+        enough = abs(clean - steps[best].us) < abs(clean - step.us) / 2
+        return (found[best], steps[best]) if enough else (learned, step)
 
     @property
     def recorded_load(self) -> float:

@@ -72,7 +72,7 @@ class Learned:
     network: Mapping[str, float] = field(default_factory=dict)  # measured over modelled: of a block, between ranks, p2p
     beyond_us: float = 0.0  # once a step: what is left between the model of the traced run and the run
     gpu_bound: bool = False  # the traced run is: what is left is the wait for its host where it begins and ends
-    load: float = 0.0  # share of the recorded step that matmuls and attention ran
+    load: float = 0.0  # share of the traced step that matmuls and attention ran
     silent: bool = False  # no collectives were recorded
     shared: bool = False  # ranks share a GPU, so that kernels take longer than modelled
     beside: bool = False  # kernels were recorded beside communication: what they lost to it is in their times
