@@ -22,8 +22,7 @@ sys.path.insert(0, str(ROOT / "calibration"))
 
 from fit_contention import FOLDS, GPU, Row, errors, fitted, kind_of, nccl_errors, operator_of, rows_of, step_slowdowns  # noqa: E402
 from lumos import read_setup  # noqa: E402
-from lumos.costs.contention import Beside, rounds_of, slowdown, usual_slowdown  # noqa: E402
-from lumos.costs.overlapped_kernels import chip_of  # noqa: E402
+from lumos.costs.contention import Beside, gpu_of_trace, rounds_of, slowdown, usual_slowdown  # noqa: E402
 from lumos.graph.graph import simulate  # noqa: E402
 from lumos.setup.gpus import Gpu  # noqa: E402
 from lumos.setup.setup import Setup  # noqa: E402
@@ -118,7 +117,7 @@ def traced(path: Path) -> list[tuple[str, float, float, float]]:
     transfers = [event for event in events if "nccl" in event["name"].lower()]
     begin, end = (np.array([e["ts"] + late * e["dur"] for e in transfers]) for late in (0, 1))
     blocks = float(np.average([e["args"]["grid"][0] for e in transfers], weights=end - begin))
-    gpu = chip_of(record["deviceProperties"][0]["name"], [event["name"] for event in events])
+    gpu = gpu_of_trace(record["deviceProperties"][0]["name"], [event["name"] for event in events])
     found: dict[tuple[str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for event in events:
         if event not in transfers and event["dur"] > 0:

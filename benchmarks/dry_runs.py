@@ -326,7 +326,7 @@ class Section(NamedTuple):
 SECTIONS = {
     "scripts": Section(
         "Scripts", "script",
-        "As people write them (`calibration/scripts/development`), and shared ones. Prices of operators and of host "
+        "As people write them (`calibration/scripts/development`), and shared ones. Costs of operators and of host "
         "calls were improved with these errors in sight, and two constants of the host are set by hand from these "
         "scripts and the ranks below (`calibration/fit_host.py`).",
     ),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from lumos import predict, read_setup
 from lumos.chakra.file_format import NodeType, add_value, delimited, schema
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import in_step_factors
 from lumos.costs.network import Fabric, Network, Tier, habits, network_of
 from lumos.program.operators import Collective, Group
 from lumos.setup import Setup, gpu_named, preset_named

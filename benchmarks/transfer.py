@@ -26,10 +26,8 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 from fit_energy import TOP_MHZ, operator_in, read_rows  # noqa: E402
 from fit_transfer import PUBLISHED, Cell, Errors, cells, families_of, relation, samples_of, table_of  # noqa: E402
 from fit_uncertainty import held_out, residuals  # noqa: E402
-from lumos.costs.energy import clock_of  # noqa: E402
-from lumos.costs.features import features, roofline_us  # noqa: E402
-from lumos.costs.in_step import in_step_factors  # noqa: E402
-from lumos.costs.operator_model import chip_of, cost_model  # noqa: E402
+from lumos.costs.energy import clock_of, in_step_factors  # noqa: E402
+from lumos.costs.operator_model import chip_of, cost_model, features, roofline_us  # noqa: E402
 from lumos.measure.fit import grow  # noqa: E402
 from lumos.measure.fit_samples import Sample  # noqa: E402
 from lumos.measure.operator_rows import SIZES  # noqa: E402

@@ -26,9 +26,9 @@ import numpy as np
 
 from aten_rows import operators_of
 from aten_rows import rows as training_rows
-from lumos.costs.aten_prices import isolated_us
 from lumos.costs.hardware_model import encode
 from lumos.costs.kernel_work import Work, works_of
+from lumos.costs.model_costs import isolated_us
 from lumos.costs.operator_model import Regressor, cost_model
 from lumos.measure.fit import grow
 from lumos.program.op import Op, Tensor

@@ -27,13 +27,13 @@ import numpy as np
 
 from changes_data import unpack
 from lumos.analysis.replay import replay
-from lumos.costs.aten_prices import AtenPrices
+from lumos.costs.costs import costs_of
 from lumos.costs.kernel_work import works_of
+from lumos.costs.model_costs import ModelCosts
 from lumos.program.op import Op
 from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
-from lumos.step.step import prices_of
 from lumos.traced.cut import seen, total_us
 from lumos.traced.infer.completion import complete
 from lumos.traced.infer.infer import infer
@@ -91,8 +91,8 @@ def runs(folder: Path) -> Iterator[tuple[str, CalibratedRun]]:
 
 
 def rows_of(name: str, run: CalibratedRun) -> list[Row]:
-    prices = prices_of(run.setup)
-    aten, gap, load = AtenPrices(prices), prices.factors.launch_gap_us, run.recorded_load
+    prices = costs_of(run.setup)
+    aten, gap, load = prices, prices.factors.launch_gap_us, run.recorded_load
     found = []
     for block, cut in run.blocks.items():
         for op in cut.ops:
@@ -103,12 +103,12 @@ def rows_of(name: str, run: CalibratedRun) -> list[Row]:
     return found
 
 
-def _row(name: str, block: str, op: Op, aten: AtenPrices, gap: float, load: float) -> Row | None:
+def _row(name: str, block: str, op: Op, aten: ModelCosts, gap: float, load: float) -> Row | None:
     call, measured = bare(op), seen(op)
     works = works_of(call)
     if measured.like == "comm" or not works:
         return None
-    priced = max(aten.of(call).us - gap, 0.5)
+    priced = max(aten.kernel_us(call) - gap, 0.5)
     if not 0.1 < measured.us / priced < 10:
         return None
     return Row(name, block, call, measured.like, works[0].family, measured.us, priced, total_us(op), load)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import in_step_factors
 from lumos.costs.network import Fabric, Habits, Network, Tier, habits, network_of
 from lumos.data_files import read_table
 from lumos.program.operators import Collective, Group

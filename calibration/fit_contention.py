@@ -165,14 +165,14 @@ def step_slowdowns() -> list[tuple[str, int, float, float]]:
             train={"seq": seq, "micro_batch": batch}, cluster={"gpu": "h200"},
         )  # type: ignore[arg-type]  # fmt: skip
         step = simulate_step(setup)
-        program, prices = step.assembly.program, step.prices
+        program = step.assembly.program
         blocks = [block for phase in Phase for block in program.blocks(program.chunks[0][0], phase)]
         blocks.append(program.optimizer(0))
-        total = sum(block.times * prices.block(block.key, block.build).us for block in blocks)
+        total = sum(block.times * step.assembly.block_time(block).us for block in blocks)
         for row in rows:
             if row["blocks"]:
                 beside = Beside(row["blocks"], row["gb_s"], True)
-                more = sum(block.times * prices.disturbed_us(block.key, block.build, beside) for block in blocks)
+                more = sum(block.times * step.assembly.disturbed_us(block, beside) for block in blocks)
                 found.append((name, row["blocks"], row["ms"] / alone, 1 + more / total))
     return found
 

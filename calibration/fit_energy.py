@@ -25,8 +25,8 @@ from scipy.optimize import least_squares
 
 from fit_steps import setup_of
 from lumos.costs.energy import joules_from, work_of
+from lumos.costs.model_costs import ModelCosts
 from lumos.costs.operator_model import chip_of
-from lumos.costs.prices import Prices
 from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.prediction.power import drawn_w, energy_of
 from lumos.program.operators import Operator
@@ -210,12 +210,12 @@ def case_of(source: str, row: dict[str, Any], seconds: float, joules: float) -> 
 def _work(setup: Setup, unit: dict[str, Any]) -> float:
     joules = joules_from(ZERO | unit, GPU)
 
-    def make(*parts: Any) -> Prices:
-        prices = Prices(*parts)
+    def make(*parts: Any) -> ModelCosts:
+        prices = ModelCosts(*parts)
         prices.joules = joules
         return prices
 
-    return energy_of(simulate_step(setup, make_prices=make)).work[0]
+    return energy_of(simulate_step(setup, make_costs=make)).work[0]
 
 
 def own_cases() -> list[Case]:

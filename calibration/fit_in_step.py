@@ -18,7 +18,7 @@ from math import log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
-from lumos.costs.in_step import InStepFactors, in_step_factors
+from lumos.costs.energy import InStepFactors, in_step_factors
 from lumos.score.measured_runs import Run, read_rows, runs_of
 from lumos.step.step import simulate_step
 from shipped import ship

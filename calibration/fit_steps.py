@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import in_step_factors
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.step.step import simulate_step

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fit_costs import h200_samples, published_samples
-from lumos.costs.features import roofline_us
-from lumos.costs.operator_model import CostModel, chip_of, cost_model
+from lumos.costs.operator_model import CostModel, chip_of, cost_model, roofline_us
 from lumos.measure.fit import family_of
 from lumos.measure.fit_samples import Sample
 from lumos.prediction.carried_over import GROUPS, group_of

@@ -24,7 +24,7 @@ from scipy.optimize import lsq_linear
 from fit_steps import setup_of
 from lumos.analysis.kernel_labels import KernelClass
 from lumos.analysis.replay import replay
-from lumos.costs.prices import Prices
+from lumos.costs.model_costs import ModelCosts
 from lumos.described.layer import TransformerLayer
 from lumos.program.op import Ops
 from lumos.program.operators import Collective, Operator
@@ -61,12 +61,12 @@ def rows_in(path: Path, case: dict[str, Any]) -> dict[str, list[Row]]:
     blocks = CalibratedRun(replay(read_job(path)), step.setup).blocks
     passes = ((layer.forward(), blocks["forward"]), (layer.backward(), blocks["backward"]))
     return {
-        name: [(cold_us(block, step.prices, name == "matrix"), measured.us(work)) for block, measured in passes]
+        name: [(cold_us(block, step.costs, name == "matrix"), measured.us(work)) for block, measured in passes]
         for name, work in CLASSES.items()
     }
 
 
-def cold_us(block: Ops, prices: Prices, matrix: bool) -> Floats:
+def cold_us(block: Ops, prices: ModelCosts, matrix: bool) -> Floats:
     """Isolated costs of the operators of a class, each divided among the knots that its tensor size is between."""
     depths, model = shipped("step.json")["warm_depth"], prices.model
     total = np.zeros(len(depths))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fit_in_step import HERE, START, TABLES, factors_with, source_of
-from lumos.costs.in_step import InStepFactors
+from lumos.costs.energy import InStepFactors
 from lumos.errors import LumosError
 from lumos.prediction.interval import parts_of
 from lumos.score.measured_runs import Row, Run, read_rows, run_of

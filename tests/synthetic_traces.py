@@ -85,8 +85,8 @@ class _Writer:
 
     def _run(self, role: str, block: Ops, begin: float, until: float) -> Iterator[dict[str, Any]]:
         """The kernels of a block one after the other, filling its time."""
-        prices = self.step.prices
-        costs = [prices.us(op) for op in block]
+        prices = self.step.costs
+        costs = [prices.cost(op).us for op in block]
         scale = (until - begin) / max(sum(costs), 1e-9)
         thread = _ENGINE if role == "backward" else _MAIN
         opened = self.host
@@ -101,7 +101,7 @@ class _Writer:
     def _kernel(self, name: str, thread: int, begin: float, us: float, launches: int = 1) -> Iterator[dict[str, Any]]:
         """An operator on the host, its launch, and the kernel."""
         self.correlation += 1
-        host = launches * self.step.prices.host_us
+        host = launches * self.step.costs.host_us
         label = f"autograd::engine::evaluate_function: {name}" if thread == _ENGINE else f"aten::{name}"
         start = min(self.host, max(begin - host - 1.0, 0.0)) if self.host > begin else self.host
         yield _event(label, "cpu_op", thread, start, max(host, _LAUNCH_US + 1))

@@ -1,14 +1,14 @@
-"""Prices of recorded operators: what each of them does, and what that costs inside a step."""
+"""Costs of recorded operators: what each of them does, and what that costs inside a step."""
 
 from __future__ import annotations
 
 import pytest
 
-from lumos.costs.aten_prices import AtenPrices, corrections, matrix_operator, work_of, works_of
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import in_step_factors
+from lumos.costs.kernel_work import flops_of, matrix_operator, work_of, works_of
+from lumos.costs.model_costs import ModelCosts, corrections
 from lumos.costs.network import network_of
 from lumos.costs.operator_model import cost_model
-from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.program.op import Op, Tensor
 from lumos.setup.gpus import gpu_named
@@ -41,14 +41,14 @@ def backward(of: Op, mask: str) -> Op:
 
 
 @pytest.fixture(scope="module")
-def prices() -> AtenPrices:
+def costs() -> ModelCosts:
     return on("h200")
 
 
-def on(name: str) -> AtenPrices:
+def on(name: str) -> ModelCosts:
     gpu = gpu_named(name)
     factors = in_step_factors(gpu)
-    return AtenPrices(Prices(cost_model(name), network_of(gpu, "infiniband", factors), factors, 5.0, 1.0))
+    return ModelCosts(cost_model(name), network_of(gpu, "infiniband", factors), factors, 5.0, 1.0)
 
 
 # ---------------------------------------------------------------------- convolutions
@@ -58,18 +58,18 @@ def test_a_convolution_amounts_to_a_matmul_over_all_places() -> None:
     assert work.operator.shape == (64 * 14 * 14, 512, 256 * 9)
 
 
-def test_flops_of_a_convolution_are_those_of_its_matmul_and_twice_that_backward(prices: AtenPrices) -> None:
+def test_flops_of_a_convolution_are_those_of_its_matmul_and_twice_that_backward(costs: ModelCosts) -> None:
     of = convolution(n=64, c=256, k=512, size=14)
-    assert prices.of(of).flops == 2 * 64 * 14 * 14 * 512 * 256 * 9
-    assert prices.of(backward(of, "110")).flops == 2 * prices.of(of).flops
+    assert flops_of(of) == 2 * 64 * 14 * 14 * 512 * 256 * 9
+    assert flops_of(backward(of, "110")) == 2 * flops_of(of)
 
 
-def test_a_backward_pass_computes_the_gradients_that_are_asked_for(prices: AtenPrices) -> None:
+def test_a_backward_pass_computes_the_gradients_that_are_asked_for(costs: ModelCosts) -> None:
     of = convolution()
-    only_input, only_weight, both = (prices.of(backward(of, mask)).us for mask in ("100", "010", "110"))
-    gap = prices.prices.factors.launch_gap_us
+    only_input, only_weight, both = (costs.cost(backward(of, mask)).us for mask in ("100", "010", "110"))
+    gap = costs.factors.launch_gap_us
     assert both == pytest.approx(only_input + only_weight - gap)
-    assert prices.of(backward(of, "111")).us > both
+    assert costs.cost(backward(of, "111")).us > both
 
 
 def test_without_a_mask_gradients_follow_from_the_outputs() -> None:
@@ -87,8 +87,8 @@ def test_depthwise_convolutions_are_bound_by_memory_not_by_a_matmul() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("last", [False, True])
-def test_twice_the_images_take_longer_and_at_most_twice_as_long(prices: AtenPrices, dtype: str, last: bool) -> None:
-    few, many = (prices.of(convolution(n=n, size=28, last=last, dtype=dtype)).us for n in (64, 256))
+def test_twice_the_images_take_longer_and_at_most_twice_as_long(costs: ModelCosts, dtype: str, last: bool) -> None:
+    few, many = (costs.cost(convolution(n=n, size=28, last=last, dtype=dtype)).us for n in (64, 256))
     assert 2 * few < many < 8 * few
 
 
@@ -100,12 +100,12 @@ def test_a_transposed_convolution_is_the_gradient_of_an_ordinary_one() -> None:
 
 
 # ---------------------------------------------------------------------- precision
-def test_fp32_matmuls_use_tensor_cores_only_where_allowed(prices: AtenPrices) -> None:
+def test_fp32_matmuls_use_tensor_cores_only_where_allowed(costs: ModelCosts) -> None:
     a = tensor(4096, 4096, dtype="fp32")
     exact, rounded = (op("mm.default", a, a, out=(a,), options=options) for options in ((), ("tf32",)))
     kinds = [matrix_operator(one) for one in (exact, rounded)]
     assert [kind and kind.dtype for kind in kinds] == ["fp32", "tf32"]
-    assert prices.of(exact).us > 3 * prices.of(rounded).us
+    assert costs.cost(exact).us > 3 * costs.cost(rounded).us
 
 
 def test_attention_that_the_cost_model_has_no_samples_of_has_its_own_family() -> None:
@@ -115,10 +115,10 @@ def test_attention_that_the_cost_model_has_no_samples_of_has_its_own_family() ->
     assert works_of(of)[0].family == works_of(of._replace(options=("causal", "dropout")))[0].family == "attention.half"
 
 
-def test_dropout_and_masks_make_attention_slower(prices: AtenPrices) -> None:
+def test_dropout_and_masks_make_attention_slower(costs: ModelCosts) -> None:
     q = tensor(8, 16, 1024, 64)
     plain, dropped, masked = (
-        prices.of(Op("attention.forward", (q, q, q), (q,), "forward", options=options)).us
+        costs.cost(Op("attention.forward", (q, q, q), (q,), "forward", options=options)).us
         for options in ((), ("dropout",), ("masked",))
     )
     assert plain < dropped
@@ -137,10 +137,10 @@ def test_batch_norms_are_recognised_by_all_their_names(name: str) -> None:
     assert work_of(op(f"{name}.default", half, w, w, out=(half,))).family.endswith("native")
 
 
-def test_few_channels_are_slow_in_batch_norm_unless_they_are_last(prices: AtenPrices) -> None:
+def test_few_channels_are_slow_in_batch_norm_unless_they_are_last(costs: ModelCosts) -> None:
     w = tensor(64)
     first, last = (
-        prices.of(op("native_batch_norm.default", x, w, w, out=(x,))).us
+        costs.cost(op("native_batch_norm.default", x, w, w, out=(x,))).us
         for x in (tensor(128, 64, 112, 112), tensor(128, 64, 112, 112, last=True))
     )
     assert first > 1.5 * last
@@ -157,26 +157,26 @@ def test_optimizers_over_lists_move_every_list_once() -> None:
     assert list(moved.values()) == [2, 3, 4, 1, 1, 5]
 
 
-def test_a_fused_optimizer_is_cheaper_than_its_steps(prices: AtenPrices) -> None:
+def test_a_fused_optimizer_is_cheaper_than_its_steps(costs: ModelCosts) -> None:
     some = (tensor(1024, 1024, dtype="fp32"),) * 100
-    fused = prices.of(op("_fused_adamw_.default", *some * 4, out=())).us
+    fused = costs.cost(op("_fused_adamw_.default", *some * 4, out=())).us
     steps = (("_foreach_lerp_.Scalar", 2), ("_foreach_mul_.Scalar", 1), ("_foreach_addcmul_.Scalar", 3),
              ("_foreach_sqrt.default", 1), ("_foreach_addcdiv_.Scalar", 3))  # fmt: skip
-    assert fused < sum(prices.of(op(name, *some * lists, out=())).us for name, lists in steps)
+    assert fused < sum(costs.cost(op(name, *some * lists, out=())).us for name, lists in steps)
 
 
 # ---------------------------------------------------------------------- sources
-def test_what_has_no_samples_is_a_roofline_and_says_so(prices: AtenPrices) -> None:
+def test_what_has_no_samples_is_a_roofline_and_says_so(costs: ModelCosts) -> None:
     x = tensor(8, 64, 32, 32)
-    assert prices.of(op("grid_sampler_2d.default", x, tensor(8, 32, 32, 2), out=(x,))).source == "roofline"
-    assert prices.of(op("relu.default", x, out=(x,))).source == "fitted"
-    assert on("h100").of(op("relu.default", x, out=(x,))).source == "transferred"
+    assert costs.cost(op("grid_sampler_2d.default", x, tensor(8, 32, 32, 2), out=(x,))).source == "roofline"
+    assert costs.cost(op("relu.default", x, out=(x,))).source == "fitted"
+    assert on("h100").cost(op("relu.default", x, out=(x,))).source == "transferred"
 
 
-def test_copies_from_the_host_cross_pcie(prices: AtenPrices) -> None:
+def test_copies_from_the_host_cross_pcie(costs: ModelCosts) -> None:
     x = tensor(64 << 20, dtype="uint8")
     pinned, pageable = (
-        prices.of(op("_to_copy.default", x, out=(x,), options=options)) for options in (("h2d", "pinned"), ("h2d",))
+        costs.cost(op("_to_copy.default", x, out=(x,), options=options)) for options in (("h2d", "pinned"), ("h2d",))
     )
     assert 1000 < pinned.us < pageable.us
     assert pinned.source == "roofline"
@@ -198,7 +198,7 @@ def test_a_gpu_with_half_the_bandwidth_is_slower_for_everything() -> None:
         op("native_batch_norm.default", tensor(64, 256, 28, 28), w, w, out=(tensor(64, 256, 28, 28),)),
         op("sort.default", tensor(1 << 20, dtype="fp32"), out=(tensor(1 << 20, dtype="fp32"),)),
     ):
-        assert there.of(one).us > here.of(one).us
+        assert there.cost(one).us > here.cost(one).us
 
 
 def test_grouped_matmuls_are_told_from_their_gradients_by_the_layout_of_the_weights() -> None:
@@ -236,7 +236,7 @@ def test_the_gradient_of_one_expert_of_many_is_zeros_and_a_copy_of_it() -> None:
 )
 @pytest.mark.parametrize("version", ["_scaled_mm", "_scaled_mm_v2"])
 def test_a_matmul_with_scales_is_a_matmul_of_its_precision(
-    version: str, of: str, scale: str, packed: int, dtype: str, prices: AtenPrices
+    version: str, of: str, scale: str, packed: int, dtype: str, costs: ModelCosts
 ) -> None:
     m, n, k = 8192, 4096, 2048
     a, b = tensor(m, k // packed, dtype=of), tensor(n, k // packed, dtype=of)
@@ -247,11 +247,11 @@ def test_a_matmul_with_scales_is_a_matmul_of_its_precision(
     assert work.operator is not None
     assert (work.operator.shape, work.operator.dtype) == ((m, n, k), dtype)
     plain = op("mm.default", tensor(m, k), tensor(k, n), out=(tensor(m, n),))
-    assert prices.of(scaled).flops == prices.of(plain).flops
-    assert 0.3 < prices.of(scaled).us / prices.of(plain).us < 1.0
+    assert flops_of(scaled) == flops_of(plain)
+    assert 0.3 < costs.cost(scaled).us / costs.cost(plain).us < 1.0
 
 
-def test_grouped_matmuls_with_scales_are_those_of_fp8(prices: AtenPrices) -> None:
+def test_grouped_matmuls_with_scales_are_those_of_fp8(costs: ModelCosts) -> None:
     tokens, inward, outward, experts = 8192, 2048, 1024, 16
     weights = tensor(experts, inward, outward)
     plain = op("_grouped_mm.default", tensor(tokens, inward), weights, out=(tensor(tokens, outward),))
@@ -259,4 +259,4 @@ def test_grouped_matmuls_with_scales_are_those_of_fp8(prices: AtenPrices) -> Non
     scaled = plain._replace(name="aten._scaled_grouped_mm.default", inputs=(*narrow, tensor(tokens, dtype="fp32")))
     assert matrix_operator(plain) is not None
     assert matrix_operator(scaled) == matrix_operator(plain)._replace(dtype="fp8")
-    assert prices.of(scaled).flops == prices.of(plain).flops
+    assert flops_of(scaled) == flops_of(plain)

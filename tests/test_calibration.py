@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lumos.costs.energy import clock_of
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import clock_of, in_step_factors
 from lumos.costs.operator_model import cost_model
 from lumos.data_files import read_table
 from lumos.graph.rules.profiler_cost import load_profiler_cost

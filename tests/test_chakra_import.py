@@ -306,7 +306,7 @@ def workload(*nodes: Node, rank: int = 0, head: dict[str, Any] | None = None) ->
 def test_a_node_with_the_operations_and_bytes_of_a_matmul_costs_what_that_does(shape: tuple[int, int, int]) -> None:
     work = Operator("gemm_tn", shape)
     found = priced(workload(comp(1, work)))
-    assert 1e3 * found.step_ms == pytest.approx(found.prices.operator_us(work), rel=0.06)
+    assert 1e3 * found.step_ms == pytest.approx(found.costs.operator_us(work), rel=0.06)
     assert 1e3 * found.step_ms == pytest.approx(cost_model("h100").us(work), rel=0.25)  # alone, and not in a step
 
 
@@ -405,7 +405,7 @@ def test_messages_find_each_other_without_the_rank_whose_file_it_is(tmp_path: Pa
     work = found.all_operators[0].work
     assert isinstance(work, Operator)
     whole = found.run.steps.end.max() - found.run.steps.start.min()
-    assert whole > 1e3 * 1.99 * found.prices.operator_us(work)
+    assert whole > 1e3 * 1.99 * found.costs.operator_us(work)
 
 
 def test_what_a_file_states_has_priority_over_a_price() -> None:
@@ -416,7 +416,7 @@ def test_what_a_file_states_has_priority_over_a_price() -> None:
     found = priced(*files)
     (row,) = found.all_operators
     assert isinstance(row.work, Collective)
-    assert 1e3 * found.step_ms == pytest.approx(7 + found.prices.collective_us(row.work), rel=1e-3)
+    assert 1e3 * found.step_ms == pytest.approx(7 + found.costs.collective_us(row.work), rel=1e-3)
 
 
 def test_predict_prices_a_folder_and_writes_every_format(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lumos.analysis.replay import Replay
-from lumos.costs.aten_prices import AtenPrices
-from lumos.costs.in_step import in_step_factors
-from lumos.costs.prices import BlockTime, time_of
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import in_step_factors
 from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.prediction.operator_times import operator_times
@@ -22,7 +21,8 @@ from lumos.program.op import Measured, Op, Tensor, part_of
 from lumos.program.operators import Collective, Group
 from lumos.schedules import Phase
 from lumos.setup.setup import Setup
-from lumos.step.step import leads_us, prices_of, simulate_step
+from lumos.step.block_timeline import BlockTime, time_of
+from lumos.step.step import leads_us, simulate_step
 from lumos.traced.cut import CutBlock
 from lumos.traced.learned import CalibratedRun, learned_step, loaded_step
 from lumos.traced.retarget import TracedBlocks, own_blocks, us_by_kind
@@ -101,7 +101,7 @@ class Changed:
     def us(self, name: str) -> float:
         """Of the GPU, without gaps between kernels, and without what the traced run did not do."""
         measured = [op for op in self.ops(name) if op.measured is not None]
-        return sum(self.costs.us(op) - op.calls * op.measured.kernels * self.gap for op in measured if op.measured)
+        return sum(self.costs.cost(op).us - op.calls * op.measured.kernels * self.gap for op in measured if op.measured)
 
     def time(self, name: str) -> BlockTime:
         return time_of(self.ops(name), self.costs)
@@ -127,8 +127,8 @@ def test_an_operator_that_does_not_change_keeps_its_time_beside_one_that_does() 
     head = cut(matmul(T, H, 32000), "matrix", 1.0, MATMUL_US)
     wider = changed(setup(**{"model.vocab": 64000}), MATMUL, head)
     (same, other) = (op for op in wider.ops("forward") if op.measured is not None)
-    assert wider.costs.us(same) == pytest.approx(MATMUL_US + wider.gap)
-    assert wider.costs.us(other) > 1.5 * MATMUL_US
+    assert wider.costs.cost(same).us == pytest.approx(MATMUL_US + wider.gap)
+    assert wider.costs.cost(other).us > 1.5 * MATMUL_US
     assert (wider.costs.is_measured(same), wider.costs.is_measured(other)) == (True, False)
 
 
@@ -152,8 +152,8 @@ def test_an_operator_that_changes_is_its_price_times_what_the_trace_says_of_it()
     """The ratio is that of `drawn`: between what the trace shows of this operator and what is usual of its family."""
     target = setup(**{"train.micro_batch": 4})
     found = changed(target, MATMUL).us("forward")
-    prices, gap = AtenPrices(prices_of(setup())), prices_of(setup()).factors.launch_gap_us
-    was, now = (prices.of(op).us - gap for op in (matmul(), matmul(2 * T)))
+    prices, gap = costs_of(setup()), costs_of(setup()).factors.launch_gap_us
+    was, now = (prices.kernel_us(op) - gap for op in (matmul(), matmul(2 * T)))
     usual = [TABLE["usual"][family] for family in ("gemm_nn", "gemm_nn")]
     low, high = sorted((now * MATMUL_US / was, now * usual[1]))
     assert low <= found <= high
@@ -162,8 +162,8 @@ def test_an_operator_that_changes_is_its_price_times_what_the_trace_says_of_it()
 @pytest.mark.parametrize("mode", MODES)
 def test_the_trace_alone_keeps_the_ratio_of_measured_over_priced_time(mode: str) -> None:
     target = setup(**{"train.micro_batch": 4})
-    prices, gap = AtenPrices(prices_of(setup())), prices_of(setup()).factors.launch_gap_us
-    was, now = (prices.of(op).us - gap for op in (matmul(), matmul(2 * T)))
+    prices, gap = costs_of(setup()), costs_of(setup()).factors.launch_gap_us
+    was, now = (prices.kernel_us(op) - gap for op in (matmul(), matmul(2 * T)))
     found = changed(target, MATMUL, mode=mode).us("forward")
     assert (found == pytest.approx(MATMUL_US * now / was)) == (mode == "trace")
     assert found == pytest.approx(2 * MATMUL_US, rel=0.25)
@@ -197,7 +197,7 @@ def test_the_farther_the_size_the_less_of_the_trace_is_left(times: float, more: 
 
 def test_a_ratio_beyond_ten_compares_two_different_things_and_is_kept() -> None:
     """A price that is of something else than what was launched says only how much it grows."""
-    price = AtenPrices(prices_of(setup())).of(matmul()).us
+    price = costs_of(setup()).kernel_us(matmul())
     grown = changed(setup(**{"train.micro_batch": 4}), slower(MATMUL, 50 * price)).us("forward")
     assert grown == pytest.approx(2 * 50 * price, rel=0.2)
 
@@ -205,7 +205,7 @@ def test_a_ratio_beyond_ten_compares_two_different_things_and_is_kept() -> None:
 def test_an_operator_without_shapes_follows_the_description_of_its_block() -> None:
     target = setup(**{"train.micro_batch": 4})
     before, after = (
-        us_by_kind(own_blocks(Program(one), ())["forward"], prices_of(one))["stream"] for one in (setup(), target)
+        us_by_kind(own_blocks(Program(one), ())["forward"], costs_of(one))["stream"] for one in (setup(), target)
     )
     assert changed(target, UNKNOWN).us("forward") == pytest.approx(UNKNOWN_US * after / before)
 
@@ -226,7 +226,7 @@ def test_matmuls_take_longer_the_more_of_the_step_they_are_on_a_gpu_at_its_power
     def matrix_us(gpu: str, load: float) -> float:
         busy = changed(setup(gpu), MATMUL, SILU, load=load, traced=setup(gpu))
         matmuls = [op for op in busy.ops("forward") if op.name == MATMUL.name]
-        return sum(map(busy.costs.us, matmuls)) - busy.gap
+        return sum(busy.costs.cost(op).us for op in matmuls) - busy.gap
 
     idle, busy = TABLE["clock_load"]
     assert matrix_us("h200", idle) == pytest.approx(MATMUL_US)
@@ -245,10 +245,10 @@ def test_at_the_load_of_the_trace_the_clock_is_that_of_the_trace() -> None:
 
 def test_the_load_of_a_step_is_what_its_matmuls_take_of_it() -> None:
     step = loaded_step(setup(), Learned(setup(), blocks(MATMUL, SILU)))
-    assert isinstance(step.prices, TraceCosts)
+    assert isinstance(step.costs, TraceCosts)
     program = step.assembly.program
     (layer, *_) = program.blocks(program.chunks[0][0], Phase.FORWARD)
-    assert step.prices.load == pytest.approx(8 * step.prices.matrix_us(layer.build()) / step.us, rel=0.03)
+    assert step.costs.load == pytest.approx(8 * step.costs.matrix_us(layer.build()) / step.us, rel=0.03)
 
 
 # ---------------------------------------------------------------------- a block
@@ -377,15 +377,15 @@ def test_copies_for_every_peer_are_as_many_as_there_are_peers() -> None:
 # ---------------------------------------------------------------------- whole programs
 def test_a_run_that_knows_nothing_changes_nothing() -> None:
     step, plain = learned_step(setup(), Learned(setup())), simulate_step(setup())
-    assert step.us * (1 - step.host_cost) == pytest.approx(plain.us * (1 - plain.host_cost), abs=step.prices.launch_us)
+    assert step.us * (1 - step.host_cost) == pytest.approx(plain.us * (1 - plain.host_cost), abs=step.costs.launch_us)
 
 
 def test_collectives_take_the_traced_share_of_their_modelled_time() -> None:
     known = Learned(setup(), blocks(MATMUL), network={"forward": 4.0, "ranks": 5.0, "p2p": 6.0})
-    costs, plain = trace_costs(setup(), known, 0.0), prices_of(setup())
+    costs, plain = trace_costs(setup(), known, 0.0), costs_of(setup())
     reduce, send = (Collective(kind, 1e8, Group(2, 2)) for kind in ("all_reduce", "p2p"))
-    assert costs.us(Op("reduce", work=reduce, module="forward")) == pytest.approx(4 * plain.collective_us(reduce))
-    assert costs.us(Op("reduce", work=reduce, module="backward")) == pytest.approx(plain.collective_us(reduce))
+    assert costs.cost(Op("reduce", work=reduce, module="forward")).us == pytest.approx(4 * plain.collective_us(reduce))
+    assert costs.cost(Op("reduce", work=reduce, module="backward")).us == pytest.approx(plain.collective_us(reduce))
     assert costs.collective_us(reduce) == pytest.approx(5 * plain.collective_us(reduce))
     assert costs.collective_us(send) == pytest.approx(6 * plain.collective_us(send))
 
@@ -396,7 +396,7 @@ def test_collectives_of_a_layout_are_after_the_same_share_of_compute(tp: int) ->
     found, own = changed(target, MATMUL, SILU), own_blocks(Program(target), ())["forward"]
 
     def shares(ops: list[Op]) -> list[float]:
-        us = [0.0 if isinstance(op.work, Collective) else found.costs.us(op) for op in ops]
+        us = [0.0 if isinstance(op.work, Collective) else found.costs.cost(op).us for op in ops]
         talks = [place for place, op in enumerate(ops) if isinstance(op.work, Collective)]
         return [sum(us[:place]) / sum(us) for place in talks]
 
@@ -427,7 +427,7 @@ def test_a_recomputed_block_takes_what_was_cut_out_of_the_trace_for_it(changes: 
 def test_bookkeeping_of_checkpoints_is_as_slow_as_the_launches_of_the_traced_host() -> None:
     target = setup(**{"train.recompute": "full"})
     own, wanted = (own_blocks(Program(one), ()) for one in (setup(), target))
-    forward, again = (sum(map(prices_of(setup()).launches, part)) for part in (own["forward"], wanted["recompute"]))
+    forward, again = (sum(map(costs_of(setup()).launches, part)) for part in (own["forward"], wanted["recompute"]))
     for host in (100.0, 900.0):
         slow = Changed(Learned(setup(), blocks(MATMUL, host=host)), target)
         assert slow.time("recompute").host_us == pytest.approx(host * again / forward)

@@ -15,7 +15,8 @@ import pytest
 from commands import lumos_here as lumos
 from lumos.analysis.kernel_labels import KernelClass, KernelPhase, label
 from lumos.analysis.replay import replay
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import in_step_factors
 from lumos.errors import OptionError
 from lumos.graph.graph import Times
 from lumos.prediction.prediction import predict
@@ -23,7 +24,7 @@ from lumos.read.job import read_job
 from lumos.read.json_slices import Slices
 from lumos.setup.setup import Setup
 from lumos.step import step as step_module
-from lumos.step.step import Step, prices_of, simulate_step
+from lumos.step.step import Step, simulate_step
 from lumos.traced.learned import CalibratedRun, changed_step
 from lumos.traced.retarget import own_blocks, us_by_kind
 from lumos.traced.sizes import Sizes
@@ -170,7 +171,7 @@ def traced(step: Step, folder: Path, described: Setup | None = None) -> Calibrat
 
 def ratio(run: CalibratedRun, name: str, like: str) -> float:
     """Measured over modelled time of one kind of work in a block."""
-    modelled = us_by_kind(own_blocks(run.plain.assembly.program, ())[name], run.plain.prices)
+    modelled = us_by_kind(own_blocks(run.plain.assembly.program, ())[name], run.plain.costs)
     return run.blocks[name].us(like) / modelled[like]
 
 
@@ -191,7 +192,7 @@ def test_matmuls_that_took_longer_take_longer_in_every_configuration(tmp_path: P
 def test_collectives_that_took_longer_take_longer_in_every_configuration(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
-    usual = prices_of(small()).network
+    usual = costs_of(small()).network
     slow = dataclasses.replace(usual, penalty=2 * usual.penalty)
     run = traced(simulate_step(small(**layout), network=slow), tmp_path)
     assert run.learned.network["ranks"] == pytest.approx(2.0, rel=0.05)
@@ -271,7 +272,7 @@ def test_the_host_of_the_optimizer_grows_with_the_tensors_that_it_updates(tmp_pa
     run = traced(simulate_step(small(pp=2, dp=1).replaced({"train.framework": "pytorch", "parallel.dp": 1})), tmp_path)
     before, after = (changed_step(run, run.setup.replaced({"model.layers": layers}))[0] for layers in (4, 16))
     blocks = [(step, step.assembly.program.optimizer(0)) for step in (before, after)]
-    launches = [step.prices.block(block.key, block.build).host_us for step, block in blocks]
+    launches = [step.costs.block(block.key, block.build).host_us for step, block in blocks]
     assert launches[0] == pytest.approx(run.learned.host * run.blocks["optimizer"].host_us)
     assert 2 < launches[1] / launches[0] < 4
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from commands import lumos_here
 from graphs import graphs
-from lumos.costs.contention import Beside, channels_of, kernel_of, slowdown, usual_slowdown
-from lumos.costs.overlapped_kernels import chip_of, sides
-from lumos.costs.prices import timeline
+from lumos.costs.contention import Beside, channels_of, gpu_of_trace, kernel_of, sides, slowdown, usual_slowdown
+from lumos.costs.costs import costs_of
 from lumos.graph.graph import Edges, Graph, Times, make_graph
 from lumos.graph.overlap import Side, alone, contended, overlapped
 from lumos.graph.rules.build import build
@@ -27,7 +26,8 @@ from lumos.program.operators import Collective, Group, Operator
 from lumos.read.job import read_job
 from lumos.setup import Setup, preset_named
 from lumos.setup.gpus import gpu_named
-from lumos.step.step import prices_of, simulate_step
+from lumos.step.block_timeline import timeline
+from lumos.step.step import simulate_step
 from plain_network import plain_network
 from support import call, collective, kernel, note, op, write_trace
 
@@ -231,7 +231,7 @@ def test_an_answer_says_what_contention_costs(tmp_path: Path) -> None:
 
 def test_a_collective_inside_a_block_slows_the_operators_beside_it() -> None:
     model = dict(preset_named("llama2-7b").keys)
-    prices = prices_of(Setup(model=model, train={"seq": 4096}, cluster={"gpu": "h200"}))  # type: ignore[arg-type]
+    prices = costs_of(Setup(model=model, train={"seq": 4096}, cluster={"gpu": "h200"}))  # type: ignore[arg-type]
     work = Operator("gemm_tn", (8192, 8192, 8192), "bf16")
     gather = Collective("all_gather", 4e9, Group(8, 8))
     free, slowed = (
@@ -288,6 +288,6 @@ def test_messages_between_stages_hold_fewer_multiprocessors_than_a_reduction(tmp
 def test_a_trace_whose_gpu_is_called_like_a_file_reads_no_file(tmp_path: Path) -> None:
     sheet = tmp_path / "gpu.toml"
     sheet.write_text("not a data sheet")
-    assert chip_of(str(sheet), ["volta_sgemm_128x64_tn"]).name == "a100"
-    assert chip_of("", ["nvjet_tst_256x128"]).name == "h100"
-    assert chip_of("NVIDIA H200", []).name == "h200"
+    assert gpu_of_trace(str(sheet), ["volta_sgemm_128x64_tn"]).name == "a100"
+    assert gpu_of_trace("", ["nvjet_tst_256x128"]).name == "h100"
+    assert gpu_of_trace("NVIDIA H200", []).name == "h200"

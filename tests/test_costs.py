@@ -1,4 +1,4 @@
-"""Prices of operators: laws that hold for every shape, and files of rows, samples and models."""
+"""Costs of operators: laws that hold for every shape, and files of rows, samples and models."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from hypothesis import strategies as st
 from commands import lumos_here as lumos
 from lumos.cli.cost_command import cost_command
 from lumos.costs.contention import kernel_of, slowdown
-from lumos.costs.energy import Joules, joules_from, work_of
-from lumos.costs.features import Chip, features, roofline_us
-from lumos.costs.flash import OlderKernels, flash_kernels
+from lumos.costs.energy import Joules, in_step_factors, joules_from, work_of
 from lumos.costs.hardware_model import encode
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.model_costs import ModelCosts, OlderKernels, flash_kernels, warmth
 from lumos.costs.operator_model import (
+    Chip,
     CostModel,
     Regressor,
+    Trees,
     _equivalent_of,
     chip_of,
     cost_model,
+    features,
     read_cost_model,
     regressors_of,
+    roofline_us,
 )
-from lumos.costs.prices import BlockTime, Prices, time_of, timeline, warmth
-from lumos.costs.trees import Trees
 from lumos.errors import InputError
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.model_file import unpacked
 from lumos.prediction.power import drawn_w
-from lumos.program.op import BESIDE, Op
+from lumos.program.op import BESIDE, Measured, Op, Tensor
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.report.terminal.costs import cost_answer
 from lumos.setup.gpus import gpu_named, gpu_names
+from lumos.step.block_timeline import BlockTime, time_of, timeline
 from plain_network import plain_network
 
 SAMPLED = ("h200", "a100", "gh200")
@@ -150,7 +151,7 @@ def test_a_board_draws_idle_power_and_its_work_up_to_its_limit_and_never_less_th
     assert drawn_w(124, work_w, most_w) == drawn
 
 
-# Prices of operators by hand
+# Costs of operators by hand
 
 
 def us(model: str, kind: str, *shape: int, dtype: str = "bf16") -> float:
@@ -307,7 +308,7 @@ def test_inside_a_step_a_kernel_costs_its_isolated_time_at_the_clock_and_the_cac
     """(alone - timer, at least 1 us) · factor · warmth + gap; what fills the cache is cold."""
     gpu, operator = gpu_named("h200"), Operator(kind, shape)
     factors = in_step_factors(gpu)
-    prices = Prices(cost_model("h200"), NETWORK, factors, 30.0, 1.0)
+    prices = ModelCosts(cost_model("h200"), NETWORK, factors, 30.0, 1.0)
     alone = max(1.0, us("h200", kind, *shape) - 2.8)
     factor = factors.matrix if kind == "gemm_tn" else factors.stream
     assert prices.operator_us(operator) == pytest.approx(alone * factor * warmth(operator, gpu.l2_mb) + 1.1)
@@ -319,7 +320,7 @@ def test_after_the_host_has_waited_a_block_takes_what_host_or_gpu_take_at_least_
     names: list[str], host_us: float, syncs: bool
 ) -> None:
     """It waits for the GPU before the first operator; where it never does, it is always ahead."""
-    prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), host_us, 2.0)
+    prices = ModelCosts(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), host_us, 2.0)
     add, gelu, gather = (
         Operator("add", (1024, 1024)),
         Operator("gelu", (64, 64)),
@@ -338,12 +339,28 @@ def test_after_the_host_has_waited_a_block_takes_what_host_or_gpu_take_at_least_
     assert found.us <= (gpu + found.host_us + host_us + prices.launch_us) * (1 + 1e-9)
 
 
+def test_equal_calls_are_costed_once_wherever_they_are() -> None:
+    """By their work, or by name, tensors and options; places, modules and measured times do not count."""
+    costs = ModelCosts(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)
+    x = Tensor((4096, 4096), "bf16", (4096, 1))
+    seen = Op("aten.mm.default", (x, x), (x,), "forward", allocates=True)
+    stated = Op("up", work=Operator("gemm_nn", (4096, 4096, 4096)))
+    for call in (seen, stated):
+        known = costs.cost(call)
+        assert costs.cost(call._replace(module="model.layers.3", stream=2, after=(7,), saves=1.0)) is known
+        assert costs.cost(call._replace(measured=Measured(123.0), calls=0.5, role="layout")) is known
+    assert costs.cost(stated._replace(name="down")) is costs.cost(stated)
+    assert costs.cost(seen._replace(options=("other",))) is not costs.cost(seen)
+    assert costs.cost(stated._replace(launches=3)).host_us == 3 * costs.cost(stated).host_us
+    assert costs.cost(seen).us == pytest.approx(costs.cost(stated).us), "one operator has one cost, recorded or stated"
+
+
 def test_collectives_run_beside_operators_until_somebody_waits() -> None:
     """Two collectives that nobody waits for, one after the other on the network; the last operator joins them.
 
     The operator beside them is slower, as long as they run.
     """
-    prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)
+    prices = ModelCosts(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)
     add, gather = Operator("add", (1024, 1024)), Collective("all_gather", 1000.0, Group(4, 4))
     one, sent = prices.operator_us(add), prices.collective_us(gather)
     waited, plain = Op("gather", work=gather), Op("add", work=add)

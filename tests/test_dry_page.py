@@ -80,15 +80,14 @@ def test_a_recording_is_made_again_when_the_code_or_the_case_changes() -> None:
 
 def test_an_operator_gets_the_price_of_a_family_in_one_line(copy: Copy) -> None:  # noqa: F811
     code = """
-from lumos.costs.aten_prices import AtenPrices
+from lumos.costs.costs import costs_of
 from lumos.program.op import Op, Tensor
 from lumos.setup import read_setup
-from lumos.step.step import prices_of
 from pathlib import Path
 image = Tensor((8, 64, 128, 128), "bf16", (64 * 128 * 128, 128 * 128, 128, 1), 2)
 grid = Tensor((8, 128, 128, 2), "bf16", (128 * 128 * 2, 256, 2, 1), 2)
 op = Op("aten.grid_sampler_2d.default", (image, grid), (image,), "forward", allocates=True)
-print(AtenPrices(prices_of(read_setup(Path("examples/one-h200.toml"), []))).of(op).source)
+print(costs_of(read_setup(Path("examples/one-h200.toml"), [])).cost(op).source)
 """
     assert copy.python("-c", code).strip() == "roofline"
     copy.add("A price for dry runs")

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lumos.cli.main import app
-from lumos.costs.aten_prices import corrections, matrix_operator, runs_kernel, work_of
+from lumos.costs.kernel_work import matrix_operator, runs_kernel, work_of
+from lumos.costs.model_costs import corrections
 from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.program.op import Op, Tensor

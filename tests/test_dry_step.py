@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from better_gpus import BETTER_GPUS
-from lumos.costs.host_costs import host_us
+from lumos.costs.host_costs import call_us
 from lumos.dry_run.dry_files import read_recording
 from lumos.dry_run.dry_prediction import DryPrediction
 from lumos.dry_run.from_script import predict_recording
@@ -17,6 +17,7 @@ from lumos.dry_run.recorded_step import Recording, StorageEvent, write_recording
 from lumos.errors import InputError, OptionError
 from lumos.memory.recorded_memory import CachingAllocator
 from lumos.program.op import UNCOMPILED, UNSEEN, Op, Tensor
+from lumos.program.operators import Collective
 from lumos.read.job import read_job
 from lumos.setup import gpu_named
 
@@ -49,13 +50,15 @@ def predicted(*ops: Op, changes: tuple[str, ...] = ("cluster.gpu=h200",), **more
 
 def test_collectives_and_updates_of_a_dry_run_draw_power_as_those_of_a_setup_do() -> None:
     alone, joined = predicted(matmul()), predicted(matmul(), gather())
-    joules = joined.dry.prices.joules
+    joules = joined.dry.costs.joules
+    talk = joined.dry.ops[1]
+    assert isinstance(talk.work, Collective)
     assert joined.dry.energy(1.0).work[0] - alone.dry.energy(1.0).work[0] == pytest.approx(
-        joules.collective(joined.dry.collective(gather()), joined.dry.collective_us(gather()))
+        joules.collective(talk.work, joined.dry.costs.cost(talk).us)
     )
     update = Op("aten._fused_adamw_.default", (BIG,) * 4, (), "optimizer")
     updated = predicted(update)
-    (us,) = (price.us for _, price in updated.dry.kernels)
+    ((_, us, _),) = updated.dry.kernels
     assert updated.dry.energy(1.0).work[0] == pytest.approx(joules.update_w * us * 1e-6)
 
 
@@ -185,7 +188,7 @@ def test_the_host_waits_for_what_it_synchronises_with() -> None:
     wait = Op("cudaStreamSynchronize", (), (), "forward", after=(0,))
     host = [Op("aten.view.default", (SMALL,), (SMALL,), "forward")] * 2000
     free, held = (predicted(matmul(), *middle, *host).step_ms for middle in ((), (wait,)))
-    launching = sum(map(host_us, host)) / 1e3
+    launching = sum(map(call_us, host)) / 1e3
     assert held == pytest.approx(free + predicted(matmul()).step_ms, rel=0.1)
     assert free >= launching
 

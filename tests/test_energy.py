@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.cli import main as cli
-from lumos.costs.energy import clock_of, joules_for
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import clock_of, in_step_factors, joules_for
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Bill, Tariff, read_tariff
@@ -44,7 +43,7 @@ def test_a_step_costs_its_blocks_its_update_and_its_communication(dp: int, gb_s:
     """Over idle: blocks for every micro-batch, the optimizer at its power, links that send at their bandwidth."""
     step = simulate_step(described(parallel__dp=dp, parallel__zero=1, train__microbatches=3, cluster__gpu="h100",
                                    train__framework="megatron", parallel__dp_overlap=False))  # fmt: skip
-    joules, chunk = step.prices.joules, step.chunks[0][0]
+    joules, chunk = step.costs.joules, step.chunks[0][0]
     blocks = 3 * (chunk.forward.joules + chunk.backward.joules + chunk.weights.joules)
     update = joules.update_w * step.role_us("optimizer", 0) / 1e6
     busy_s = (step.role_us("reduce rest", 0) + step.role_us("publish", 0)) / 1e6
@@ -60,7 +59,7 @@ def test_a_step_costs_its_blocks_its_update_and_its_communication(dp: int, gb_s:
 def test_fsdp_costs_what_it_gathers_and_reduces() -> None:
     step = simulate_step(described(parallel__dp=8, parallel__zero=3, cluster__gpu="h100", train__framework="torchtitan",
                                    train__optimizer="none"))  # fmt: skip
-    joules, chunk = step.prices.joules, step.chunks[0][0]
+    joules, chunk = step.costs.joules, step.chunks[0][0]
     busy_s = (step.role_us("gather", 0) + step.role_us("reduce", 0)) / 1e6
     sent = (joules.talking_w + joules.wire * 450e9) * busy_s
     assert energy_of(step).work == pytest.approx((chunk.forward.joules + chunk.backward.joules + sent,))

@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
 from lumos.analysis.about import about_machine
-from lumos.costs.features import roofline_us
+from lumos.costs.energy import in_step_factors
 from lumos.costs.hardware_model import hardware_model
-from lumos.costs.operator_model import chip_of
+from lumos.costs.model_costs import ModelCosts
+from lumos.costs.operator_model import chip_of, roofline_us
 from lumos.errors import InputError, OptionError
 from lumos.measure.fit import fit, grow
 from lumos.measure.fit_facts import described
@@ -276,9 +277,6 @@ def described_us(row: Row, matrix: float, stream: float) -> float:
     """The step of a decoder on an H200 with these factors, decided by the GPU."""
     from dataclasses import replace
 
-    from lumos.costs.in_step import in_step_factors
-    from lumos.costs.prices import Prices
-
     setup = Setup.model_validate(
         {
             "model": {key: row[key] for key in ("layers", "hidden", "ffn", "heads", "vocab")},
@@ -287,7 +285,7 @@ def described_us(row: Row, matrix: float, stream: float) -> float:
         }
     )
     factors = replace(in_step_factors(gpu_named("h200")), matrix=matrix, stream=stream)
-    return simulate_step(setup, factors, make_prices=lambda m, n, f, _, c: Prices(m, n, f, 0.0, c)).us
+    return simulate_step(setup, factors, make_costs=lambda m, n, f, _, c: ModelCosts(m, n, f, 0.0, c)).us
 
 
 def test_steps_that_take_longer_than_their_operators_give_factors(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from graphs import scaled, simulate_reference
 from lumos.cli import main as cli
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import in_step_factors
 from lumos.costs.network import Network, network_of
 from lumos.data_files import read_table
 from lumos.described.described import Program
@@ -41,7 +42,7 @@ from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import memory_table, prediction_cards
 from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_names
-from lumos.step.step import Assembly, Step, prices_of, simulate_step
+from lumos.step.step import Assembly, Step, simulate_step
 from plain_network import plain_network
 
 FREE = plain_network(1e15, 1e15)
@@ -203,7 +204,7 @@ def test_an_answer_says_how_many_published_sources_its_interval_rests_on() -> No
 
 def carried(gpu: str, preset: str = "llama3-8b", **changes: Any) -> list[CarriedOver]:
     step = simulate_step(described(preset, cluster__gpu=gpu, **changes))
-    return carried_over(step.prices.model, operator_times(step))
+    return carried_over(step.costs.model, operator_times(step))
 
 
 def test_every_group_of_operators_has_its_own_error_and_its_share_of_the_time() -> None:
@@ -437,7 +438,7 @@ def test_the_cost_of_a_forecast_grows_with_distinct_work_and_not_with_gpus(zero:
 def equal_stages(setup: Setup) -> tuple[Step, Assembly]:
     """A step whose stages are all like the second, on a network that takes no time."""
     step = simulate_step(setup, network=FREE)
-    assembly = Assembly(Program(setup), prices_of(setup, network=FREE))
+    assembly = Assembly(Program(setup), costs_of(setup, network=FREE))
     assembly.__dict__["chunks"] = tuple(step.chunks[1] for _ in step.chunks)
     return step, assembly
 

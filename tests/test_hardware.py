@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lumos.cli.main import app
+from lumos.costs.costs import costs_of, host_speed
 from lumos.costs.hardware_model import encode, hardware_model
 from lumos.costs.operator_model import cost_model
 from lumos.errors import InputError, OptionError
@@ -25,7 +26,6 @@ from lumos.setup.gpus import find_gpu, gpu_named, gpu_names
 from lumos.setup.presets import preset_named, preset_names
 from lumos.setup.sections import Cluster, Parallel, Train
 from lumos.setup.setup import Setup
-from lumos.step.step import host_speed, prices_of
 
 SETUP_PAGE = Path(__file__).parents[1] / "docs/setup.md"
 WHOLE = {
@@ -75,10 +75,10 @@ def test_a_data_sheet_that_copies_a_gpu_predicts_the_same_time(tmp_path: Path) -
 
 
 def test_what_was_never_sampled_is_said_to_be_transferred(tmp_path: Path) -> None:
-    assert not predict(setup(gpu="h200")).step.prices.model.transferred
-    assert not predict(setup(gpu=sheet(tmp_path, {"like": "h200", "price": 3.0}))).step.prices.model.transferred
+    assert not predict(setup(gpu="h200")).step.costs.model.transferred
+    assert not predict(setup(gpu=sheet(tmp_path, {"like": "h200", "price": 3.0}))).step.costs.model.transferred
     wide = predict(setup(gpu=sheet(tmp_path, {"like": "h200", "hbm_tb_s": 9.6}, "wide.toml")))
-    assert wide.step.prices.model.transferred
+    assert wide.step.costs.model.transferred
     assert any(text.startswith("no samples for wide.toml") for text in wide.warnings)
     assert predict(setup(hbm_tb_s=9.6)).step_ms == pytest.approx(wide.step_ms, rel=1e-12)
 
@@ -179,20 +179,20 @@ def test_a_gpu_that_is_not_known_has_the_facts_of_its_model_file(tmp_path: Path)
     path = model_file(tmp_path, "NVIDIA X1", facts=FACTS)
     gpu = setup(model=path).cluster.accelerator
     assert (gpu.shown, gpu.sms, gpu.gpus_per_node, gpu.memory_gib) == ("my.npz", 100, 4, 60.0)
-    assert not predict(setup(model=path)).step.prices.model.transferred
+    assert not predict(setup(model=path)).step.costs.model.transferred
 
 
 def test_a_measured_host_is_the_host_of_the_run(tmp_path: Path) -> None:
     path = model_file(tmp_path, host={"launch_us": 19.0, "error_pct": 3.0})
     assert host_speed(setup(model=path)) == pytest.approx(2.0)
-    assert prices_of(setup(model=path)).host_us == pytest.approx(prices_of(setup()).host_us / 2)
+    assert costs_of(setup(model=path)).host_us == pytest.approx(costs_of(setup()).host_us / 2)
 
 
 def test_measured_steps_replace_the_factors_of_the_gpu_and_move_to_others(tmp_path: Path) -> None:
     path = model_file(tmp_path, in_step={"matrix": 1.265, "stream": 1.0, "launch_gap_us": 2.0})
-    shipped, measured = prices_of(setup()).factors, prices_of(setup(model=path)).factors
+    shipped, measured = costs_of(setup()).factors, costs_of(setup(model=path)).factors
     assert (measured.matrix, measured.stream, measured.launch_gap_us) == pytest.approx((1.265, 1.0, 2.0))
-    moved = prices_of(setup(model=path, gpu="h100")).factors.matrix / prices_of(setup(gpu="h100")).factors.matrix
+    moved = costs_of(setup(model=path, gpu="h100")).factors.matrix / costs_of(setup(gpu="h100")).factors.matrix
     assert moved == pytest.approx(1.265 / shipped.matrix)
 
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from commands import lumos_here
 from lumos import read_setup
 from lumos.chakra.file_format import COLLECTIVES, ChakraFile, Node, NodeType
-from lumos.chakra.foreign_prediction import GraphPrices
-from lumos.costs.in_step import in_step_factors
+from lumos.chakra.foreign_prediction import ForeignWork
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import in_step_factors
 from lumos.costs.network import Fabric, Network, Tier, network_of
 from lumos.data_files import read_table
 from lumos.described.transfers import Transfer
@@ -29,7 +30,7 @@ from lumos.program.operators import Collective, Group
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
-from lumos.step.step import prices_of, simulate_step
+from lumos.step.step import simulate_step
 from plain_network import PLAIN_HABITS, plain_network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -460,7 +461,7 @@ def test_gradients_are_reduced_in_buckets_only_during_the_backward_pass(zero: in
     bucket = framework_named("nanotron").bucket_bytes(assembly.transfers.overlap)
     assert bucket == (0.0 if zero else framework_named("nanotron").bucket_mb * 1e6)
     size = 4.0 * assembly.program.stage_parameters(0).common
-    whole = assembly.prices.collective_us(Collective("all_reduce", size, assembly.layout.dp))
+    whole = assembly.costs.collective_us(Collective("all_reduce", size, assembly.layout.dp))
     transfer = Transfer("all_reduce", assembly.program.stage_parameters(0), 4.0)
     reduced = assembly.transfer_us(transfer)
     assert reduced == pytest.approx(whole) if zero else reduced > 1.2 * whole
@@ -476,21 +477,22 @@ def test_deepspeed_reduces_in_buckets_after_the_backward_pass_too() -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_a_collective_costs_the_same_in_a_setup_a_dry_run_and_a_chakra_file(gpu: str, kind: str) -> None:
     setup, size, ranks = described({"dp": 16}, gpu=gpu), 1 << 26, tuple(range(16))
-    prices, layout = prices_of(setup), RankLayout(setup, framework_named("pytorch"))
-    expected = prices.collective_us(Collective(kind, float(size), layout.dp))
+    prices, layout = costs_of(setup), RankLayout(setup, framework_named("pytorch"))
+    expected = prices.cost(Op(kind, work=Collective(kind, float(size), layout.dp))).us
+    assert prices.collective_us(Collective(kind, float(size), layout.dp)) == expected
 
     tensor = Tensor((size // 2,), "bf16", (1,), 2)
     call = Op(kind, (tensor,), (tensor,), "forward", stream=-1, ranks=ranks)
     dry = DryStep(setup, Recording([call], 0, 0, 0, {}, [], {}, {}, 0, world=16), prices)
-    assert dry.collective_us(call) == pytest.approx(expected)
+    assert dry.costs.cost(dry.ops[0]).us == pytest.approx(expected)
 
     put_in = size // 16 if kind == "all_gather" else size
     node = Node(1, kind, NodeType.COMM_COLL, (), (), 0, 0, "", "1",
                 {"comm_type": COLLECTIVES[kind], "comm_size": put_in})  # fmt: skip
     file = ChakraFile(Path("job.0.et"), 0, {}, [node])
-    graph = GraphPrices([file], setup, prices)
+    graph = ForeignWork([file], setup, prices)
     graph.__dict__["groups"] = type("Groups", (), {"ranks": lambda *_: ranks, "is_stated": lambda *_: True})()
-    assert graph.priced(file, node).us == pytest.approx(expected)
+    assert graph.us(file, node) == pytest.approx(expected)
 
 
 @given(gpus, st.integers(0, 3), st.integers(0, 2), st.integers(0, 3))

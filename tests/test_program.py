@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.costs.prices import time_of
+from lumos.costs.costs import costs_of
 from lumos.described.attention import core
 from lumos.described.described import Program
 from lumos.described.embedding_head import embedding, head, head_backward, optimizer
@@ -26,7 +26,7 @@ from lumos.program.sharding import RankParameters, chunks_of, layers_of
 from lumos.schedules import Phase
 from lumos.setup import Setup, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_named, framework_names
-from lumos.step.step import prices_of
+from lumos.step.block_timeline import time_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -1247,7 +1247,7 @@ def test_newton_schulz_takes_as_long_as_it_was_measured_to() -> None:
     setup = layout_of(cluster__gpu="h200").setup
     for row in (row for row in rows if row["m"] >= 4096):  # smaller ones are bound by the host
         block = orthogonalised(Program(setup).layout, [Matrices(row["m"], row["n"], 1.0)])
-        assert time_of(block, prices_of(setup)).us == pytest.approx(1e3 * row["ms"], rel=0.05)
+        assert time_of(block, costs_of(setup)).us == pytest.approx(1e3 * row["ms"], rel=0.05)
 
 
 @pytest.mark.parametrize(("precision", "share"), [("bf16", 1.0), ("fp8", 0.5), ("mxfp8", 0.5), ("nvfp4", 0.25)])

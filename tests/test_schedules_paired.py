@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from lumos.chakra.step_tasks import StepTasks
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import in_step_factors
+from lumos.costs.model_costs import ModelCosts
 from lumos.costs.network import network_of
-from lumos.costs.prices import Prices, Row
 from lumos.described.experts import reached
 from lumos.memory.memory import memory_of
 from lumos.prediction.described_run import DescribedRun
@@ -29,10 +30,11 @@ from lumos.setup.gpus import gpu_named
 from lumos.setup.sections import Model
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup
+from lumos.step.block_timeline import Row
 from lumos.step.bounds import bound_us
 from lumos.step.dualpipe_overlap import Piece, together
 from lumos.step.rows import StepTrace, Track
-from lumos.step.step import Step, prices_of, simulate_step
+from lumos.step.step import Step, simulate_step
 from lumos.step.structure import Role
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,8 +70,8 @@ def step_of(schedule: str = "dualpipe", **changes: Any) -> Step:
     return simulate_step(setup_of(schedule, **changes))
 
 
-def prices() -> Prices:
-    return prices_of(setup_of())
+def prices() -> ModelCosts:
+    return costs_of(setup_of())
 
 
 MATMUL = Op("up", work=Operator("gemm_tn", (4096, 4096, 4096)))
@@ -251,7 +253,7 @@ def test_bytes_count_and_time_of_reduced_gradients_belong_together(changes: dict
     (row,) = (row for row in found.all_operators if row.name == "reduce gradients")
     assert isinstance(row.work, Collective)
     assert row.count == times
-    assert row.ms * 1e3 == pytest.approx(times * found.step.prices.collective_us(row.work), rel=1e-6)
+    assert row.ms * 1e3 == pytest.approx(times * found.step.costs.collective_us(row.work), rel=1e-6)
     names = found.run.trace.names
     shown = [name for name, lane in zip(found.run.trace.name, found.run.trace.lane, strict=True) if lane < len(Track)]
     assert [names[name] for name in shown].count("reduce gradients") == times

@@ -26,6 +26,7 @@ from rich.console import Console
 from commands import lumos_here
 from lumos import predict, search
 from lumos.cli.merge_command import merged
+from lumos.costs.costs import costs_of
 from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.memory.memory import memory_of
@@ -47,7 +48,7 @@ from lumos.search.space import Space
 from lumos.setup import read_setup
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
-from lumos.step.step import assembled, prices_of, simulate_step
+from lumos.step.step import assembled, simulate_step
 from lumos.workers import Here, Job, engine_named
 from lumos.workers.ray_cluster import Ray
 from support import calls_made
@@ -1090,4 +1091,4 @@ def test_scores_of_shards_merge_too(tmp_path: Path) -> None:
 
 
 def test_shared_prices_are_prices(llama: Setup) -> None:
-    assert assembled(llama, prices_of(llama)).step().us == simulate_step(llama).us
+    assert assembled(llama, costs_of(llama)).step().us == simulate_step(llama).us

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from lumos import read_setup
 from lumos.cli.main import app
+from lumos.costs.energy import in_step_factors
 from lumos.costs.hardware_model import encode
-from lumos.costs.in_step import in_step_factors
 from lumos.costs.network import Network, network_of
 from lumos.costs.operator_model import cost_model
 from lumos.costs.sampled_network import KINDS, Configuration, SampledNetwork, decode

@@ -11,8 +11,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from better_gpus import BETTER_GPUS
+from lumos.costs.costs import costs_of
 from lumos.costs.network import Network, Tier
-from lumos.costs.prices import timeline
 from lumos.data_files import read_table
 from lumos.described.attention import core
 from lumos.described.described import Program
@@ -26,8 +26,9 @@ from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named, framework_names
+from lumos.step.block_timeline import timeline
 from lumos.step.bounds import bound_us
-from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
+from lumos.step.step import Step, assembled, shape_of, simulate_step
 from lumos.step.structure import LINKS
 from plain_network import PLAIN_HABITS, plain_network
 from test_memory import setups
@@ -238,7 +239,7 @@ def test_mixtral_with_more_expert_ranks_than_replicas_has_the_same_experts_in_ti
 def test_a_zero_bubble_schedule_delays_the_weight_gradients_and_nothing_else(recompute: str) -> None:
     setup = setup_of("llama3-8b", {"framework": "torchtitan", "recompute": recompute, "microbatches": 8}, pp=4,
                      schedule="zero-bubble")  # fmt: skip
-    prices = prices_of(setup)
+    prices = costs_of(setup)
     chunk = assembled(setup, prices).chunks[1][0]
     layer = TransformerLayer(RankLayout(setup, framework_named("torchtitan")))
     late = sum(prices.operator_us(op.work) for op in layer.backward() if op.weight_gradient)  # type: ignore[arg-type]
@@ -250,7 +251,7 @@ def test_a_zero_bubble_schedule_delays_the_weight_gradients_and_nothing_else(rec
 
 def test_the_context_exchange_ends_before_the_mlp_begins() -> None:
     setup = setup_of("llama3-8b", {"framework": "megatron"}, cp=8, dp=2)
-    prices = prices_of(setup)
+    prices = costs_of(setup)
     slow = dataclasses.replace(prices.network, tiers=(Tier(1e2), *prices.network.tiers[1:]))
     prices.network = slow
     for phase in ("forward", "backward"):
@@ -489,8 +490,8 @@ def test_a_launch_costs_what_the_framework_and_the_host_make_of_it(
 ) -> None:
     keys = {"parallel.pp": pp, "parallel.tp": tp, "cluster.host": speed}
     setup = setup_of("llama3-8b", {"framework": "nanotron"}).replaced(keys)
-    assert prices_of(setup).host_us == pytest.approx(factor * framework_named("nanotron").host_us)
-    assert prices_of(setup.replaced({"train.cuda_graphs": True})).host_us == 0
+    assert costs_of(setup).host_us == pytest.approx(factor * framework_named("nanotron").host_us)
+    assert costs_of(setup.replaced({"train.cuda_graphs": True})).host_us == 0
 
 
 def test_a_host_that_decides_is_simulated_and_what_it_costs_is_said() -> None:
@@ -766,17 +767,17 @@ def test_gpt_neox_reduces_gradients_beside_the_backward_pass_unless_there_are_st
     """DeepSpeed's pipeline reduces once all is done, and all gradients on every rank: twice what scattering sends."""
     alone = setup_of("gpt3-13b", {"framework": "neox", "microbatches": 4}, dp=8, zero=1)
     stages = alone.replaced({"parallel.pp": 4, "cluster.gpus": 32})
-    assert [assembled(setup, prices_of(setup)).transfers.hides_reductions for setup in (alone, stages)] == [True, False]
+    assert [assembled(setup, costs_of(setup)).transfers.hides_reductions for setup in (alone, stages)] == [True, False]
     assert Program(stages).sharding.reduction == "all_reduce"
     assert nodes(simulate_step(stages), "reduce") == 0
     other = stages.replaced({"train.framework": "megatron-deepspeed", "parallel.dp_overlap": True})
-    assert assembled(other, prices_of(other)).transfers.hides_reductions
+    assert assembled(other, costs_of(other)).transfers.hides_reductions
 
 
 def test_a_layer_that_gpt_neox_recomputes_starts_with_an_idle_gpu() -> None:
     """The host waits for the GPU at every checkpoint, so its own time is part of the layer, on any GPU."""
     setup = setup_of("gpt3-13b", {"framework": "neox", "recompute": "full"}, tp=2, dp=1)
-    layer, prices = TransformerLayer(Program(setup).layout), prices_of(setup)
+    layer, prices = TransformerLayer(Program(setup).layout), costs_of(setup)
     block = layer.forward()
     assert [op.syncs for op in block] == [True, *[False] * (len(block) - 1)]
     first = next(row for row in timeline(block, prices) if row.end_us > row.start_us)
@@ -789,7 +790,7 @@ def test_a_layer_that_gpt_neox_recomputes_starts_with_an_idle_gpu() -> None:
 
 def test_tensor_ranks_of_gpt_neox_send_parts_to_the_next_stage_and_gather_them() -> None:
     setup = setup_of("gpt3-13b", {"framework": "neox", "microbatches": 4}, tp=4, pp=2, dp=1)
-    prices, layout = prices_of(setup), Program(setup).layout
+    prices, layout = costs_of(setup), Program(setup).layout
     whole = layout.activation_bytes
     sent = prices.collective_us(Collective("p2p", whole / 4, layout.link(0, 1)))
     gathered = prices.collective_us(Collective("all_gather", whole, layout.tp))
@@ -823,6 +824,6 @@ def test_whatever_is_asked_for_no_step_is_below_its_bound_and_no_part_of_memory_
 ) -> None:
     wanted = setup.replaced({"cluster.gpus": setup.cluster.gpus * changes["parallel.cp"]} | changes)
     assume(not mistakes_in(wanted))
-    assembly = assembled(wanted, prices_of(wanted))
+    assembly = assembled(wanted, costs_of(wanted))
     assert bound_us(assembly) <= assembly.step().us * (1 + 1e-9)
     assert all(part >= 0 for stage in memory_of(wanted).stages for part in stage[1:])

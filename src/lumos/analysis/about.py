@@ -16,8 +16,8 @@ from math import exp, sqrt
 from statistics import median
 from typing import Any
 
-from lumos.costs.aten_prices import corrections
 from lumos.costs.hardware_model import SECTIONS, HardwareModel, hardware_model
+from lumos.costs.model_costs import corrections
 from lumos.costs.operator_model import cost_model, regressors_of
 from lumos.data_files import read_table
 from lumos.setup.frameworks import framework_names

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.costs.overlapped_kernels import sides
+from lumos.costs.contention import sides
 from lumos.data_files import read_table
 from lumos.graph.critical_path import StepPath, step_path
 from lumos.graph.graph import Bools, Floats, Graph, Times, simulate

@@ -25,12 +25,12 @@ from lumos.chakra.folded_ranks import other_ranks, recorded_workload
 from lumos.chakra.rank_files import Workload
 from lumos.chakra.step_tasks import StepTasks
 from lumos.chakra.tasks import CommNode, Task
+from lumos.costs.costs import costs_of
 from lumos.graph.rules.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.program.layout import layout_of
 from lumos.program.rank_places import RankPlaces
 from lumos.setup.setup import Setup
-from lumos.step.step import prices_of
 
 
 class AstraWorkload(NamedTuple):
@@ -63,14 +63,14 @@ def of_repeated(execution: Execution, workload: Workload, setup: Setup | None = 
     if setup is None:
         dimensions = traced_network(execution, parted, world)
     else:
-        dimensions = described_network(layout_of(setup), prices_of(setup).network, parted)
+        dimensions = described_network(layout_of(setup), costs_of(setup).network, parted)
     return AstraWorkload(workload, compensated(workload, dimensions), dimensions)
 
 
 def of_described(run: DescribedRun, workload: Workload) -> AstraWorkload:
     """A run that a setup describes."""
     parted = needs_parting(workload.groups(), workload.places.world)
-    dimensions = described_network(run.step.assembly.layout, run.step.prices.network, parted)
+    dimensions = described_network(run.step.assembly.layout, run.step.costs.network, parted)
     return AstraWorkload(workload, compensated(workload, dimensions), dimensions)
 
 

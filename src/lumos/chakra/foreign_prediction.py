@@ -11,30 +11,31 @@ and lists the sizes of its operands: then the shape of a matmul is known exactly
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
 
 from lumos.analysis.run import TracedRun
 from lumos.chakra.file_format import COLLECTIVE_NAMES, COMMUNICATION, ChakraFile, Node, NodeType
 from lumos.chakra.foreign_graph import foreign_execution
 from lumos.chakra.process_groups import ProcessGroups
-from lumos.costs.prices import Prices
+from lumos.costs.costs import costs_of
+from lumos.costs.model_costs import Cost, ModelCosts
 from lumos.data_files import read_table
 from lumos.dtypes import BYTES
 from lumos.errors import InputError, OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
 from lumos.prediction.interval import dry_spread
-from lumos.prediction.operator_times import SOURCES, OperatorTime, Work, source_of
+from lumos.prediction.operator_times import SOURCES, OperatorTime, Work
 from lumos.prediction.power import limit_note
 from lumos.prediction.prediction import Prediction
 from lumos.program.layout import RankLayout, layout_of
+from lumos.program.op import Op
 from lumos.program.operators import Collective, Operator
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import PlainSetup
-from lumos.step.step import prices_of
 from lumos.trace.steps import find_steps
 
 _STAND_IN = {"layers": 1, "hidden": 64, "ffn": 64, "heads": 1, "vocab": 64}  # for a model; no size of it is used
@@ -49,21 +50,13 @@ _ALIKE = {  # collectives that cost about what another does
 }  # fmt: skip
 
 
-class _Priced(NamedTuple):
-    """What a node does, and its microseconds."""
-
-    work: Work | None
-    us: float
-
-
 @dataclass(frozen=True)
-class GraphPrices:
-    """What the nodes of some files cost: `GraphPrices(files, setup, prices).us(file, node)`."""
+class ForeignWork:
+    """What the nodes of some files do and cost: `ForeignWork(files, setup, costs).us(file, node)`."""
 
     files: Sequence[ChakraFile]
     setup: Setup
-    prices: Prices
-    _known: dict[Any, _Priced] = field(default_factory=dict)
+    costs: ModelCosts
 
     @cached_property
     def layout(self) -> RankLayout:
@@ -75,18 +68,10 @@ class GraphPrices:
 
     def us(self, file: ChakraFile, node: Node) -> float:
         """Microseconds of a node; what its file states has priority."""
-        return float(node.duration_us) or self.priced(file, node).us
+        return float(node.duration_us) or self.cost(self.work(file, node)).us
 
-    def priced(self, file: ChakraFile, node: Node) -> _Priced:
-        work = self.work(file, node)
-        if work not in self._known:
-            us = 0.0
-            if isinstance(work, Operator):
-                us = self.prices.operator_us(work)
-            elif work is not None and work.group.size > 1:
-                us = self.prices.collective_us(work)
-            self._known[work] = _Priced(work, us)
-        return self._known[work]
+    def cost(self, work: Work | None) -> Cost:
+        return self.costs.cost(Op("node", work=work))
 
     def work(self, file: ChakraFile, node: Node) -> Work | None:
         """What a node does; None for what takes no time."""
@@ -134,25 +119,23 @@ class GraphPrices:
     @cached_property
     def operators(self) -> list[OperatorTime]:
         """What the first rank does, the most expensive first."""
-        found: dict[Any, OperatorTime] = {}
-        for node in self.files[0].nodes:
-            work, us = self.priced(self.files[0], node)
-            if work is not None and us and not node.duration_us:
-                name = work.kind.replace("gemm_tn", "matmul")
-                row = found.get((name, work)) or self._row(name, work)
-                found[name, work] = replace(row, count=row.count + 1, ms=row.ms + us / 1e3)
-        return sorted(found.values(), key=lambda row: -row.ms)
-
-    def _row(self, name: str, work: Work) -> OperatorTime:
-        bound = "network" if isinstance(work, Collective) else self.prices.model.bound(work)
-        return OperatorTime(name, work, 0, 0.0, bound, source_of(self.prices, work))
+        done = Counter(self.work(self.files[0], node) for node in self.files[0].nodes if not node.duration_us)
+        costs = [(work, count, self.cost(work)) for work, count in done.items() if work is not None]
+        rows = [
+            OperatorTime(
+                work.kind.replace("gemm_tn", "matmul"), work, count, count * cost.us / 1e3, cost.bound, cost.source
+            )
+            for work, count, cost in costs
+            if cost.us
+        ]
+        return sorted(rows, key=lambda row: -row.ms)
 
 
 @dataclass(frozen=True)
 class GraphPrediction(Prediction):
     """A prediction from files without durations. They say nothing of a model, of tokens, or of memory."""
 
-    graph_prices: GraphPrices = field(kw_only=True, repr=False)
+    foreign: ForeignWork = field(kw_only=True, repr=False)
 
     @property
     def is_dry(self) -> bool:
@@ -183,14 +166,14 @@ class GraphPrediction(Prediction):
         return None
 
     @property
-    def prices(self) -> Prices:
-        return self.graph_prices.prices
+    def costs(self) -> ModelCosts:
+        return self.foreign.costs
 
     @property
     def hfu(self) -> float | None:
         """Operations of the first rank's matmuls over those that its GPU could have done."""
         rows = [row for row in self.all_operators if isinstance(row.work, Operator) and row.work.is_matrix]
-        setup = self.graph_prices.setup
+        setup = self.foreign.setup
         if self.is_of_cpu or not rows:
             return None
         flops = sum(row.count * row.work.flops for row in rows if isinstance(row.work, Operator))
@@ -198,7 +181,7 @@ class GraphPrediction(Prediction):
 
     @cached_property
     def all_operators(self) -> list[OperatorTime]:
-        return self.graph_prices.operators
+        return self.foreign.operators
 
     @cached_property
     def source(self) -> dict[str, float]:
@@ -207,7 +190,7 @@ class GraphPrediction(Prediction):
 
     @cached_property
     def warnings(self) -> list[str]:
-        model = self.prices.model
+        model = self.costs.model
         carried = carried_over(model, self.all_operators)
         return [*self.notes, *filter(None, (transfer_note(model.gpu.shown, model, carried), limit_note(model.gpu)))]
 
@@ -227,13 +210,13 @@ def predict_graph(files: Sequence[ChakraFile], plain: PlainSetup, tariff: Tariff
         raise OptionError("--tokens: Chakra files do not say how many tokens a step has; leave it out")
     groups = ProcessGroups(files)
     setup, notes = _cluster(plain, groups.world)
-    prices = GraphPrices(files, setup, prices_of(setup))
-    execution = foreign_execution(files, prices.us)
+    work = ForeignWork(files, setup, costs_of(setup))
+    execution = foreign_execution(files, work.us)
     run = TracedRun(execution, find_steps(execution.trace), execution.graph)
-    transferred = transfer_part(carried_over(prices.prices.model, prices.operators))
+    transferred = transfer_part(carried_over(work.costs.model, work.operators))
     told = [*notes, *_assumptions(files, groups)]
     spread = dry_spread(transferred, 0.0)
-    return GraphPrediction(run, spread, setup, notes=tuple(told), tariff=tariff, graph_prices=prices)
+    return GraphPrediction(run, spread, setup, notes=tuple(told), tariff=tariff, foreign=work)
 
 
 def _cluster(plain: PlainSetup, world: int) -> tuple[Setup, list[str]]:

@@ -244,7 +244,7 @@ class StepTasks:
         transfer = transfer_of(self.step, role, role.unit)
         found = list(self._messages(transfer)) * transfer.times
         length = float(self._end[node] - self._start[node])
-        alone = [self.step.prices.collective_us(one) * 1e3 for one in found]
+        alone = [self.step.costs.collective_us(one) * 1e3 for one in found]
         total = sum(alone) or 1.0
         # What runs beside passes may be slower there; only of gathered updates a part is hidden, and not in the node.
         scale = self.rows.scale if role.what == "publish" else length / total

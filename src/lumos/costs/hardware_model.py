@@ -1,7 +1,7 @@
 """HardwareModel: all that was measured of one machine, as `lumos fit` puts it into a model file.
 
 Operators, collectives, the host, power, and how a whole step differs from its parts. What a file does not have is that
-of the package: `lumos.step.step.prices_of` asks here first.
+of the package: `lumos.costs.costs.costs_of` asks here first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lumos.costs.energy import Joules, joules_from
-from lumos.costs.in_step import InStepFactors, in_step_factors
+from lumos.costs.energy import InStepFactors, Joules, in_step_factors, joules_from
 from lumos.costs.network import Network
 from lumos.costs.operator_model import CostModel, Regressor, arrays_of, fitted_model, header_of
 from lumos.costs.sampled_network import SampledNetwork, decode

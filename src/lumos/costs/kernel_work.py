@@ -4,7 +4,7 @@ Every operator is one or several `Work`s: bytes that it moves, elements that it 
 to. Which family an element-wise kernel belongs to follows from its operands, as in PyTorch's TensorIterator: kernels
 over dense operands of one dtype are vectorised and bound by memory; those with a broadcast, strided or converted
 operand compute an address for every element and are bound by that. Kernels whose time follows no such law have
-features, which fitted trees correct the law by (`lumos.costs.aten_prices`).
+features, which fitted trees correct the law by (`lumos.costs.model_costs`).
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def base_name(op: Op) -> str:
 def runs_kernel(op: Op) -> bool:
     """Whether the GPU has anything to do: views and empty tensors are made by the host alone."""
     name = op.name.removeprefix("aten.")
+    if "cpu" in op.options:
+        return False
     if op.name.startswith(("attention.", "fsdp.", "fused.")):
         return True
     if not op.name.startswith("aten."):
@@ -109,6 +111,19 @@ def works_of(op: Op) -> list[Work]:
     if name == "masked_fill" and not op.name.startswith("aten.masked_fill_"):  # fills a copy
         copies.append(op._replace(name="aten.clone.default", inputs=op.inputs[:1]))
     return [work, *map(work_of, copies)]
+
+
+def moved_bytes(op: Op) -> float:
+    """What the kernels of a call read and write."""
+    return sum(work.bytes for work in works_of(op))
+
+
+def flops_of(op: Op) -> float:
+    """Of a matmul, attention or a convolution."""
+    operator = matrix_operator(op)
+    if operator is not None:
+        return operator.flops if operator.is_matrix else 0.0
+    return sum(work.flops for work in works_of(op))
 
 
 _WIDE_ROW = 256  # elements next to each other, from which on a row is copied as fast as a whole tensor

@@ -21,7 +21,7 @@ from functools import cache
 from math import ceil, log2, sqrt
 from typing import Any, NamedTuple
 
-from lumos.costs.in_step import InStepFactors
+from lumos.costs.energy import InStepFactors
 from lumos.data_files import read_table
 from lumos.program.operators import Collective, Group
 from lumos.setup.gpus import Gpu

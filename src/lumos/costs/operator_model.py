@@ -11,19 +11,142 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from math import ceil, log2, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lumos.costs.features import Chip, features, roofline_us
-from lumos.costs.trees import Trees
 from lumos.data_files import data_file, read_table
 from lumos.dtypes import BYTES
 from lumos.errors import InputError, OptionError
+from lumos.graph.loops import worth_compiling
 from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
 from lumos.program.operators import Operator, stand_in
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named, gpu_names
+
+Floats = NDArray[np.float64]
+_NODES_OF_A_ROW = 50  # of a graph, that plain Python simulates in the time of one row of hundreds of trees
+
+
+class Trees(NamedTuple):
+    """Nodes of all trees in one table; a node without a feature (-1) is a leaf and holds its value."""
+
+    root: NDArray[np.int32]
+    feature: NDArray[np.int16]
+    threshold: NDArray[np.float32]  # the value, in a leaf
+    left: NDArray[np.int32]  # right is left + 1
+    start: float
+
+    def __call__(self, rows: Floats) -> Floats:
+        """The sum of the trees' answers for every row of features."""
+        rows = np.ascontiguousarray(rows, np.float64)
+        if not worth_compiling(_NODES_OF_A_ROW * len(rows)):
+            leaves: Floats = self._leaves(rows).sum(axis=1)
+            return self.start + leaves
+        from lumos.graph.compiled_loops import sum_of_trees
+
+        total: Floats = sum_of_trees(rows, self.root, self.feature, self.threshold, self.left)
+        return self.start + total
+
+    def _leaves(self, rows: Floats) -> Floats:
+        """The leaf of every (row, tree), all of them going down a level at a time."""
+        node = np.broadcast_to(self.root, (len(rows), len(self.root))).copy()
+        which = np.arange(len(rows))[:, None]
+        while True:
+            feature = self.feature[node]
+            inner = feature >= 0
+            if not inner.any():
+                return self.threshold[node].astype(np.float64)
+            right = rows[which, np.maximum(feature, 0)] > self.threshold[node]
+            node = np.where(inner, self.left[node] + right, node)
+
+
+class Chip(NamedTuple):
+    """The rates and sizes of a GPU that features and rooflines depend on."""
+
+    peak: float  # dense operations per microsecond, in the operator's precision
+    vector: float  # the same without tensor cores
+    bandwidth: float  # bytes per microsecond
+    processors: int
+    cache: float  # bytes of second-level cache
+
+
+_LAYOUTS = ("gemm_tn", "gemm_nn", "gemm_nt")
+_GROUPED = ("grouped_gemm", "grouped_gemm_nn", "grouped_gemm_nt")
+_TILES = ((128, 128), (128, 256), (256, 128), (192, 192), (64, 256), (256, 256), (320, 128), (64, 64))
+
+
+def roofline_us(operator: Operator, chip: Chip) -> float:
+    """The lower bound of the roofline plus the shortest kernel: what fitted models correct."""
+    peak = chip.peak if operator.is_matrix else chip.vector
+    shortest: float = read_table("operator_costs.json")["shortest_us"]
+    return max(operator.flops / peak, operator.bytes / chip.bandwidth) + shortest
+
+
+def features(operator: Operator, chip: Chip) -> list[float]:
+    """The feature vector of an operator; its length depends on the kind alone."""
+    work, data = max(operator.flops, 1.0), max(operator.bytes, 1.0)
+    peak = chip.peak if operator.is_matrix else chip.vector
+    common = [
+        log2(work / peak + 0.01),
+        log2(data / chip.bandwidth + 0.01),
+        log2(work / peak + 0.01) - log2(data / chip.bandwidth + 0.01),
+        log2(data / chip.cache),
+    ]
+    logs = [log2(max(1, size)) for size in operator.shape]
+    if operator.kind in _LAYOUTS or operator.kind == "linear_bwd":
+        layout = [float(operator.kind == other) for other in _LAYOUTS]
+        return [*common, *logs, *_gemm_features(operator.shape, chip), *layout]
+    if operator.kind in ("bmm", "bmm_bwd"):
+        batch, m, n, k = operator.shape
+        return [*common, *logs, *_tile_features(m, n, batch, chip), *_remainders(m, n, k)]
+    if operator.kind.startswith("sdpa"):
+        return [*common, *logs, *_attention_features(operator.shape, chip)]
+    plain = [*common, *logs, *_remainders(*operator.shape), log2(prod(operator.shape))]
+    return [*plain, *_grouped_features(operator, chip)] if operator.kind in _GROUPED else plain
+
+
+def _gemm_features(shape: tuple[int, ...], chip: Chip) -> list[float]:
+    m, n, k = shape
+    return [
+        *_tile_features(m, n, 1, chip), *_remainders(m, n, k), log2(m / n), log2(k) - 0.5 * log2(m * n),
+        float(k), float(n), float(m),
+    ]  # fmt: skip
+
+
+def _grouped_features(operator: Operator, chip: Chip) -> list[float]:
+    """Tokens of one expert, which its tiles are filled with or, for gradients of weights, go through in depth."""
+    experts, tokens, n, k = operator.shape
+    each = ceil(tokens / experts)
+    rows, columns = {"grouped_gemm": (each, n), "grouped_gemm_nn": (each, k)}.get(operator.kind, (n, k))
+    layout = [float(operator.kind == other) for other in _GROUPED]
+    return [log2(tokens / experts), *_tile_features(rows, columns, experts, chip), *layout]
+
+
+def _tile_features(m: int, n: int, batch: int, chip: Chip) -> list[float]:
+    """For each tile: how much of the last wave, and of the padded output, is of use."""
+    values = []
+    for rows, columns in _TILES:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        waves = tiles / chip.processors
+        padded = tiles * rows * columns
+        values += [waves / ceil(waves) * (batch * m * n / padded), min(waves, 16.0)]
+    return values
+
+
+def _remainders(*sizes: int) -> list[float]:
+    """How often each size can be halved, up to 256: alignment decides which kernels may run."""
+    return [float(min(8, (size & -size).bit_length() - 1)) for size in sizes]
+
+
+def _attention_features(shape: tuple[int, ...], chip: Chip) -> list[float]:
+    b, h, s, _ = shape
+    blocks = b * h * ceil(s / 128)
+    waves = blocks / chip.processors
+    return [log2(b * h), min(waves, 64.0), waves / ceil(waves), log2(b * h / chip.processors), float(s % 128 == 0)]
+
 
 _FAMILY = {
     "gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm", "grouped_gemm_nn": "grouped_gemm",
@@ -134,12 +257,12 @@ class CostModel:
 
     def _fitted(self, key: str, operators: list[Operator]) -> list[float]:
         """Operators of one family: their rooflines, corrected by its trees."""
-        prices, sampled = self._corrected(key, operators, self.gpu), self.measured_on or gpu_named(self.sampled)
+        costs, sampled = self._corrected(key, operators, self.gpu), self.measured_on or gpu_named(self.sampled)
         if rates_of(self.gpu) == rates_of(sampled):
-            return prices
+            return costs
         measured, alike = self._corrected(key, operators, sampled), _same_silicon(rated_gpu(self.gpu))
         known = _bounded(self._corrected(key, operators, alike), operators, alike, measured, sampled)
-        return _bounded(_bounded(prices, operators, self.gpu, known, alike), operators, self.gpu, measured, sampled)
+        return _bounded(_bounded(costs, operators, self.gpu, known, alike), operators, self.gpu, measured, sampled)
 
     def _corrected(self, key: str, operators: list[Operator], gpu: Gpu) -> list[float]:
         """Rooflines of a GPU, corrected by the trees of a family for the chip that this GPU usually has."""
@@ -149,8 +272,8 @@ class CostModel:
         if regressor.width > rows.shape[1]:
             raise InputError(f"the cost model for {self.sampled} does not fit {key}; fit it again with `lumos fit`")
         base = np.array([roofline_us(operator, chip_of(gpu, operator.dtype)) for operator in operators])
-        prices: list[float] = (base * np.exp(np.clip(regressor.trees(rows), -_FARTHEST, _FARTHEST))).tolist()
-        return prices
+        costs: list[float] = (base * np.exp(np.clip(regressor.trees(rows), -_FARTHEST, _FARTHEST))).tolist()
+        return costs
 
     def _unfitted(self, operators: list[Operator]) -> Iterator[tuple[Operator, float]]:
         """Operators without trees of their own: by equivalent operators, the fallback, or the roofline alone."""
@@ -239,14 +362,14 @@ def _same_silicon(gpu: Gpu) -> Gpu:
     return next((other for other in known if (other.family, other.sms, other.l2_mb) == size), gpu)
 
 
-def _bounded(prices: list[float], operators: list[Operator], gpu: Gpu, known: list[float], other: Gpu) -> list[float]:
-    """Prices on a GPU within what its rates allow: no further above another's than they are below, and not below it
+def _bounded(costs: list[float], operators: list[Operator], gpu: Gpu, known: list[float], other: Gpu) -> list[float]:
+    """Costs on a GPU within what its rates allow: no further above another's than they are below, and not below it
     unless one of them is better.
 
     So a GPU with better rates throughout is never slower, whatever the noise of the trees.
     """
     found = []
-    for price, usual, operator in zip(prices, known, operators, strict=True):
+    for price, usual, operator in zip(costs, known, operators, strict=True):
         there, here = chip_of(other, operator.dtype), chip_of(gpu, operator.dtype)
         rate = there.peak / here.peak if operator.is_matrix else there.vector / here.vector
         ratios = (1.0, rate, *(old / new for old, new in zip(there[2:], here[2:], strict=True)))

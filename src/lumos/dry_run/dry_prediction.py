@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
-from lumos.costs.prices import Prices
+from lumos.costs.costs import costs_of
+from lumos.costs.model_costs import ModelCosts
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.memory.memory import Memory
@@ -23,7 +24,6 @@ from lumos.prediction.prediction import Prediction, host_words
 from lumos.program.op import UNCOMPILED
 from lumos.program.sharding import StateBytes
 from lumos.setup.setup import Setup
-from lumos.step.step import prices_of
 
 STAND_IN = {"layers": 1, "hidden": 64, "ffn": 64, "heads": 1, "vocab": 64}  # for a model; no size of it is used
 
@@ -45,8 +45,8 @@ class DryPrediction(Prediction):
         return True
 
     @property
-    def prices(self) -> Prices:
-        return self.dry.prices
+    def costs(self) -> ModelCosts:
+        return self.dry.costs
 
     @property
     def tokens(self) -> int | None:
@@ -128,7 +128,7 @@ class DryPrediction(Prediction):
 
     @cached_property
     def warnings(self) -> list[str]:
-        found, model = list(self.notes), self.dry.prices.model
+        found, model = list(self.notes), self.dry.costs.model
         carried = carried_over(model, self.all_operators)
         found += filter(None, (transfer_note(model.gpu.shown, model, carried), limit_note(model.gpu)))
         if self.setup is not None:
@@ -146,8 +146,8 @@ class DryPrediction(Prediction):
 
 def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], tariff: Tariff) -> DryPrediction:
     """Predict a recorded step on the cluster of a setup."""
-    step = DryStep(setup, recording, prices_of(setup))
-    transferred = transfer_part(carried_over(step.prices.model, step.operators))
+    step = DryStep(setup, recording, costs_of(setup))
+    transferred = transfer_part(carried_over(step.costs.model, step.operators))
     power = limit_part(setup.cluster.accelerator, step.operators, max(step.busy_us, step.host_us))
     sizes_vary = step.unknown_sizes >= _MANY_SIZES
     spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power, step.approximations, sizes_vary)

@@ -7,6 +7,7 @@ traces (graph, simulation, breakdown, critical path, reports) works on it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,11 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from lumos.analysis.run import TracedRun
-from lumos.costs.aten_prices import AtenPrices, Price
-from lumos.costs.host_costs import host_us
-from lumos.costs.kernel_work import base_name, runs_kernel
-from lumos.costs.overlapped_kernels import sides
-from lumos.costs.prices import Prices
+from lumos.costs.contention import sides
+from lumos.costs.kernel_work import base_name, flops_of, matrix_operator, moved_bytes, runs_kernel
+from lumos.costs.model_costs import ModelCosts
 from lumos.data_files import read_table
 from lumos.dry_run.recorded_step import Recording
 from lumos.graph.overlap import contended
@@ -33,7 +32,6 @@ from lumos.program.layout import RankLayout, layout_of
 from lumos.program.op import Op
 from lumos.program.operators import Collective, Operator
 from lumos.setup.setup import Setup
-from lumos.step.step import host_speed
 from lumos.trace.names import Category
 from lumos.trace.steps import find_steps
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
@@ -53,38 +51,24 @@ class DryStep:
 
     setup: Setup
     recording: Recording
-    prices: Prices
+    costs: ModelCosts
 
     @cached_property
-    def layout(self) -> RankLayout:
-        return layout_of(self.setup)
+    def ops(self) -> list[Op]:
+        """The calls of the step; collectives with what determines their cost."""
+        layout = layout_of(self.setup)
+        return [op._replace(work=_collective(op, layout)) if op.ranks else op for op in self.recording.ops]
 
     @cached_property
-    def aten_prices(self) -> AtenPrices:
-        return AtenPrices(self.prices)
+    def calls(self) -> Counter[Op]:
+        """Distinct calls, wherever in the step and the model, and how often each is made."""
+        return Counter(op._replace(stream=0, after=(), module="") for op in self.ops)
 
     @cached_property
-    def kernels(self) -> list[tuple[Op, Price]]:
-        """What the GPU computes, in order, with its price; collectives are not among it."""
-        return [(op, self.aten_prices.of(op)) for op in self.recording.ops if self.runs(op)]
-
-    @staticmethod
-    def runs(op: Op) -> bool:
-        """Whether the GPU computes or copies something."""
-        return not op.ranks and not _is_wait(op) and "cpu" not in op.options and runs_kernel(op)
-
-    def kernel_us(self, op: Op) -> float:
-        """The time of an operator or a collective on its stream."""
-        return self.collective_us(op) if op.ranks else self.aten_prices.of(op).us
-
-    def collective_us(self, op: Op) -> float:
-        """The time of a collective once all its ranks have arrived."""
-        return self.prices.collective_us(self.collective(op))
-
-    def collective(self, op: Op) -> Collective:
-        """What determines the cost of a recorded collective."""
-        moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
-        return Collective(_COLLECTIVES.get(op.name, op.name), moved, self.layout.group_of(op.ranks))
+    def kernels(self) -> list[tuple[Op, float, float]]:
+        """What the GPU computes, with its microseconds and FLOPs; collectives are not among it."""
+        kernels = ((op, count) for op, count in self.calls.items() if runs_kernel(op))
+        return [(op, count * self.costs.cost(op).us, count * flops_of(op)) for op, count in kernels]
 
     # ------------------------------------------------------------------ time
     @cached_property
@@ -117,16 +101,12 @@ class DryStep:
     @property
     def busy_us(self) -> float:
         """How long the GPU works."""
-        return sum(price.us for _, price in self.kernels)
+        return sum(us for _, us, _ in self.kernels)
 
     @property
     def host_us(self) -> float:
         """How long the host launches."""
-        return sum(self.host_us_of(op) for op in self.recording.ops)
-
-    def host_us_of(self, op: Op) -> float:
-        """Host time of one operator with the Python around it, on the host of the setup."""
-        return host_us(op) / host_speed(self.setup)
+        return sum(count * self.costs.cost(op).host_us for op, count in self.calls.items())
 
     # ------------------------------------------------------------------ work
     @cached_property
@@ -135,13 +115,13 @@ class DryStep:
 
         The backward pass has twice the work of the forward pass, or less where weights are frozen.
         """
-        forward = sum(price.flops for op, price in self.kernels if op.phase == "forward")
+        forward = sum(flops for op, _, flops in self.kernels if op.phase == "forward")
         return min(3.0 * forward, self.hardware_flops)
 
     @cached_property
     def hardware_flops(self) -> float:
         """The same with what is recomputed."""
-        return sum(price.flops for _, price in self.kernels)
+        return sum(flops for _, _, flops in self.kernels)
 
     @cached_property
     def data_parallel(self) -> float:
@@ -166,24 +146,22 @@ class DryStep:
         """TFLOP/s if every matmul ran at the peak of its own precision; without a known one, at that of the setup."""
         chip, usual = self.setup.cluster.chip, self.setup.train.precision
         least = 0.0
-        for _, price in self.kernels:
-            dtype = price.operator.dtype if price.operator is not None else usual
-            least += price.flops / chip.peak(dtype if chip.supports(dtype) else usual)
+        for op, _, flops in self.kernels:
+            operator = matrix_operator(op) if flops else None
+            dtype = operator.dtype if operator is not None else usual
+            least += flops / chip.peak(dtype if chip.supports(dtype) else usual)
         return self.hardware_flops / least if least else 0.0
 
     @cached_property
     def operators(self) -> list[OperatorTime]:
         """Operators by name and shape, the most expensive first."""
         found: dict[tuple[str, Operator], OperatorTime] = {}
-        for op, price in self.kernels:
-            work = price.operator or Operator("stream", (round(price.bytes),))
-            name = base_name(op).strip("_").replace(".", " ")
-            row = found.get((name, work)) or OperatorTime(name, work, 0, 0.0, self._bound(price), price.source)
-            found[name, work] = replace(row, count=row.count + 1, ms=row.ms + price.us / 1e3)
+        for op, us, _ in self.kernels:
+            cost, name = self.costs.cost(op), base_name(op).strip("_").replace(".", " ")
+            work = matrix_operator(op) or Operator("stream", (round(moved_bytes(op)),))
+            row = found.get((name, work)) or OperatorTime(name, work, 0, 0.0, cost.bound, cost.source)
+            found[name, work] = replace(row, count=row.count + self.calls[op], ms=row.ms + us / 1e3)
         return sorted(found.values(), key=lambda row: -row.ms)
-
-    def _bound(self, price: Price) -> str:
-        return "memory" if price.operator is None else self.prices.model.bound(price.operator)
 
     # ------------------------------------------------------------------ memory and energy
     @cached_property
@@ -203,17 +181,14 @@ class DryStep:
 
     def energy(self, seconds: float) -> Energy:
         """As `energy_of` has it for a setup: kernels, what updates take over other kernels, and collectives."""
-        gpu, joules = self.setup.cluster.accelerator, self.prices.joules
-        work = sum(self._kernel_joules(op, price) for op, price in self.kernels)
-        calls = (op for op in self.recording.ops if op.ranks)
-        work += sum(joules.collective(self.collective(op), self.collective_us(op)) for op in calls)
-        return Energy(seconds, self.recording.world, gpu.idle_w, joules.most_w, (work,))
+        work = sum(count * self.costs.cost(op).joules for op, count in self.calls.items())
+        idle_w = self.setup.cluster.accelerator.idle_w
+        return Energy(seconds, self.recording.world, idle_w, self.costs.joules.most_w, (work,))
 
-    def _kernel_joules(self, op: Op, price: Price) -> float:
-        joules, operator = self.prices.joules, price.operator
-        if op.phase == "optimizer" and (operator is None or not operator.is_matrix):
-            return joules.update_w * price.us * 1e-6
-        return joules.operator(operator or Operator("stream", (max(1, round(price.bytes)),)), price.us)
+
+def _collective(op: Op, layout: RankLayout) -> Collective:
+    moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
+    return Collective(_COLLECTIVES.get(op.name, op.name), moved, layout.group_of(op.ranks))
 
 
 class _Timeline:
@@ -257,10 +232,10 @@ class _Timeline:
         return Syncs(lane.astype(np.int32), correlation, stream, other, record, np.full(len(lane), -1, np.int64))
 
     def _rows(self) -> Iterator[tuple[int, ...]]:
-        for place, op in enumerate(self.step.recording.ops):
+        for place, op in enumerate(self.step.ops):
             if _is_wait(op):
                 yield from self._wait(op)
-            elif op.ranks or self.step.runs(op):
+            elif op.ranks or runs_kernel(op):
                 yield from self._launch(place, op)
             else:
                 length = self._host_ns(op)
@@ -271,7 +246,7 @@ class _Timeline:
         yield Category.NOTE, self._name("ProfilerStep#0"), _THREAD, 0, end, -1, -1
 
     def _host_ns(self, op: Op) -> int:
-        return max(2 * _CALL_NS, round(self.step.host_us_of(op) * 1e3))
+        return max(2 * _CALL_NS, round(self.step.costs.cost(op).host_us * 1e3))
 
     def _wait(self, op: Op) -> Iterator[tuple[int, ...]]:
         """The host waits for a stream, or for all of them."""
@@ -304,13 +279,13 @@ class _Timeline:
         return row
 
     def _kernel(self, place: int, op: Op) -> Iterator[tuple[int, ...]]:
-        gap = round(self.step.prices.factors.launch_gap_us * 1e3)
+        gap = round(self.step.costs.factors.launch_gap_us * 1e3)
         launch = round(read_table("step.json")["launch_us"] * 1e3)
         call, message = self._call(), self._message(op)
         yield Category.CALL, self._name("cudaLaunchKernel"), _THREAD, self.now, _CALL_NS, call, -1
         begin = max(self.free.get(op.stream, -gap) + gap, self.now + launch,
                     *(self.ends[earlier] for earlier in op.after if earlier in self.ends))  # fmt: skip
-        length = max(1, round(self.step.kernel_us(op) * 1e3) - (0 if op.ranks else gap))
+        length = max(1, round(self.step.costs.cost(op).us * 1e3) - (0 if op.ranks else gap))
         if not op.ranks:  # streams share the GPU: kernels of the others take their time from the first
             length += self.taken if op.stream == 0 else 0
             self.taken = 0 if op.stream == 0 else self.taken + length

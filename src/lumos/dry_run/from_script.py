@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lumos.arguments import checks_arguments
-from lumos.costs.kernel_work import matrix_operator
+from lumos.costs.kernel_work import matrix_operator, runs_kernel
 from lumos.dry_run.dry_files import read_recordings
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
-from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
@@ -74,7 +73,7 @@ def _precision(recording: Recording, gpu: str) -> str:
     """The precision of most of the work of matmuls and attention: its peak is the denominator of MFU and HFU."""
     flops: Counter[str] = Counter()
     for op in recording.ops:
-        found = matrix_operator(op) if DryStep.runs(op) else None
+        found = matrix_operator(op) if runs_kernel(op) else None
         if found is not None and found.is_matrix:
             flops[found.dtype] += round(found.flops)
     known = find_gpu(gpu)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cache, lru_cache
 from itertools import chain
 
-from lumos.costs.host_costs import host_us
+from lumos.costs.host_costs import call_us
 from lumos.costs.kernel_work import runs_kernel, works_of
 from lumos.dry_run.recorded_step import Recording
 from lumos.program.op import Op, Tensor
@@ -99,8 +99,8 @@ def _work(op: Op, world: int) -> tuple[float, float]:
 def _kernel_work(op: Op) -> tuple[float, float]:
     """The work of an operator; one whose operands are not those of its name cannot be costed."""
     try:
-        host_us(op)
-        works = works_of(op) if runs_kernel(op) and not {"cpu"} & set(op.options) else []
+        call_us(op)
+        works = works_of(op) if runs_kernel(op) else []
     except (LookupError, ValueError, TypeError, ArithmeticError, StopIteration):
         shapes = ", ".join(map(str, (tensor.shape for tensor in op.inputs)))
         raise ValueError(f"operands of shapes {_short(shapes) or 'none'} do not fit it") from None

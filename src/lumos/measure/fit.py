@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.costs.features import features, roofline_us
-from lumos.costs.operator_model import Regressor, chip_of
-from lumos.costs.trees import Floats, Trees
+from lumos.costs.operator_model import Floats, Regressor, Trees, chip_of, features, roofline_us
 from lumos.errors import OptionError
 from lumos.measure.fit_samples import Sample
 from lumos.program.operators import Operator

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.costs.in_step import InStepFactors, in_step_factors
-from lumos.costs.operator_model import CostModel
-from lumos.costs.prices import Prices
-from lumos.costs.trees import Floats
+from lumos.costs.energy import InStepFactors, in_step_factors
+from lumos.costs.model_costs import ModelCosts
+from lumos.costs.operator_model import CostModel, Floats
 from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.measure.fit_sections import Section, missing
@@ -151,10 +150,10 @@ def _setup(row: Mapping[str, Any], model: str) -> Setup:
 def _step_us(setup: Setup, factors: InStepFactors, host_us: float) -> float:
     """The described step, where one launch costs the host so much."""
 
-    def make(model: CostModel, network: Any, factors: InStepFactors, _: float, launches: float) -> Prices:
-        return Prices(model, network, factors, host_us, launches)
+    def make(model: CostModel, network: Any, factors: InStepFactors, _: float, launches: float) -> ModelCosts:
+        return ModelCosts(model, network, factors, host_us, launches)
 
-    return simulate_step(setup, factors, make_prices=make).us
+    return simulate_step(setup, factors, make_costs=make).us
 
 
 def _launches(setup: Setup) -> float:

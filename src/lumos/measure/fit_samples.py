@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.costs.features import roofline_us
-from lumos.costs.operator_model import chip_of
+from lumos.costs.operator_model import chip_of, roofline_us
 from lumos.errors import InputError
 from lumos.files import open_file
 from lumos.measure.operator_rows import operator_of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lumos.costs.energy import joules_for, work_of
-from lumos.costs.trees import Floats
+from lumos.costs.operator_model import Floats
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.measure.operator_rows import operator_of

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from lumos.costs.aten_prices import Price
 from lumos.costs.kernel_work import base_name
 from lumos.program.op import UNCOMPILED, UNSEEN, Op
 
@@ -29,19 +28,18 @@ class Approximation(NamedTuple):
         return f"{100 * self.share:.0f} % of the GPU's time {WORDS[self.kind]}{names}"
 
 
-def approximations(kernels: Iterable[tuple[Op, Price]]) -> list[Approximation]:
-    """What part of these kernels is not as in the real run, by kind."""
-    kernels = list(kernels)
-    total = sum(price.us for _, price in kernels) or 1.0
+def approximations(kernels: Sequence[tuple[Op, float, float]]) -> list[Approximation]:
+    """What part of these kernels (call, microseconds, FLOPs) is not as in the real run, by kind."""
+    total = sum(us for _, us, _ in kernels) or 1.0
     found = []
     for kind in (UNCOMPILED, UNSEEN):
         times: dict[str, float] = {}
         fused = 0.0
-        for op, price in kernels:
+        for op, us, flops in kernels:
             if kind in op.options:
                 name = next((o.removeprefix(_OF) for o in op.options if o.startswith(_OF)), base_name(op))
-                times[name] = times.get(name, 0.0) + price.us
-                fused += price.us if not price.flops else 0.0
+                times[name] = times.get(name, 0.0) + us
+                fused += us if not flops else 0.0
         if times:
             names = tuple(sorted(times, key=lambda name: -times[name])[:_MOST_NAMES])
             removable = fused / total if kind == UNCOMPILED else 0.0

@@ -357,7 +357,7 @@ def family_shares(found: Prediction) -> dict[str, float]:
 def costs_from(found: Prediction) -> str:
     """Whose samples the times of operators come from, in words."""
     traced = found.source["measured"] + found.source["scaled"]
-    model = None if found.prices is None else found.prices.model
+    model = None if found.costs is None else found.costs.model
     if traced >= 0.5 or model is None:
         return "the trace"
     whose = "the model file" if model.measured_on is not None else f"samples of {model.sampled}"

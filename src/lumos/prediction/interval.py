@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from math import exp, hypot, log, sqrt
 from typing import Any, NamedTuple
 
+from lumos.costs.costs import host_was_measured
 from lumos.costs.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.prediction.approximations import Approximation
@@ -25,7 +26,7 @@ from lumos.prediction.power import limit_part
 from lumos.program.op import UNSEEN
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
-from lumos.step.step import Step, host_was_measured
+from lumos.step.step import Step
 
 UNKNOWN = "its framework"
 STANDS_IN = "is predicted as"  # in notes of rows that name a framework or a precision that is not known
@@ -82,7 +83,7 @@ def width_of(table: Mapping[str, Any], kind: str, name: str) -> float:
 
 def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     """What makes a step hard to predict, each between 0 and about 1; shares are squared, as variances are."""
-    setup, model = step.setup, step.prices.model
+    setup, model = step.setup, step.costs.model
     gpu = setup.cluster.accelerator
     complete = not model.transferred and model.fallback is None and gpu.tdp_w == gpu_named(gpu.base).tdp_w
     rows = [] if complete else operator_times(step)
@@ -115,7 +116,7 @@ def _unsampled_waiting(step: Step) -> float:
     waits = waiting_share(step)
     if not step.setup.cluster.model:
         return waits
-    layout, network = step.assembly.layout, step.prices.network
+    layout, network = step.assembly.layout, step.costs.network
     links = (layout.link(*stages) for stages in step.structure.links)
     groups = [group for group in (layout.tp, layout.dp, *links) if group.size > 1]
     if isinstance(network, SampledNetwork) and all(map(network.covers, groups)):

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lumos.costs.kernel_work import base_name
-from lumos.costs.prices import Prices
-from lumos.costs.sampled_network import SampledNetwork
 from lumos.described.transfers import ROLES
 from lumos.program.op import Op
 from lumos.program.operators import Collective, Operator
@@ -46,8 +44,8 @@ class _Calls(NamedTuple):
     work: Work
     times: float
     us: float
-    is_measured: bool
-    is_scaled: bool = False  # from a trace in which it had another size
+    source: str
+    bound: str
 
 
 def operator_times(step: Step) -> list[OperatorTime]:
@@ -59,39 +57,21 @@ def operator_times(step: Step) -> list[OperatorTime]:
             continue
         key = calls.name, calls.work
         counts[key] = counts.get(key, 0.0) + calls.times
-        before = found.get(key) or _none_of(step.prices, calls)
+        before = found.get(key) or OperatorTime(calls.name, calls.work, 0, 0.0, calls.bound, calls.source)
         found[key] = replace(before, count=max(1, round(counts[key])), ms=before.ms + calls.us / 1e3)
     return sorted(found.values(), key=lambda row: -row.ms)
 
 
-def _none_of(prices: Prices, calls: _Calls) -> OperatorTime:
-    work = calls.work
-    bound = "network" if isinstance(work, Collective) else prices.model.bound(work)
-    source = "measured" if calls.is_measured else "scaled" if calls.is_scaled else source_of(prices, work)
-    return OperatorTime(calls.name, work, 0, 0.0, bound, source)
-
-
-def source_of(prices: Prices, work: Work) -> str:
-    if isinstance(work, Collective):
-        network = prices.network
-        return "fitted" if isinstance(network, SampledNetwork) and network.covers(work.group) else "modelled"
-    sampled_on = prices.model.sampled_on(work)
-    if not sampled_on:
-        return "roofline"
-    return "transferred" if prices.model.transferred or sampled_on != prices.model.sampled else "fitted"
-
-
 def _inside_blocks(step: Step) -> Iterator[_Calls]:
-    program, prices = step.assembly.program, step.prices
+    program, costs = step.assembly.program, step.costs
     passes = ((chunk, phase) for chunk in program.chunks[0] for phase in Phase)
     blocks = [(block, program.rounds) for at in passes for block in program.blocks(*at)]
     for block, times in [*blocks, (program.optimizer(0), 1)]:
         count = times * block.times
         for op in block.build():
             if op.work is not None:
-                measured = isinstance(prices, TraceCosts) and prices.is_measured(op)
-                scaled = op.measured is not None and not measured
-                yield _Calls(_name_of(op), op.work, count * op.calls, count * prices.us(op), measured, scaled)
+                cost = costs.cost(op)
+                yield _Calls(_name_of(op), op.work, count * op.calls, count * cost.us, cost.source, cost.bound)
 
 
 def _name_of(op: Op) -> str:
@@ -101,8 +81,8 @@ def _name_of(op: Op) -> str:
 
 def _data_parallel(step: Step) -> Iterator[_Calls]:
     """Collectives of the data-parallel ranks, outside the blocks."""
-    prices = step.prices
-    measured = isinstance(prices, TraceCosts) and prices.learned.network.get("ranks", 1.0) != 1.0
+    costs = step.costs
+    measured = isinstance(costs, TraceCosts) and costs.learned.network.get("ranks", 1.0) != 1.0
     for index, role in enumerate(step.structure.roles):
         if role.stage == 0 and role.what in ROLES:
             nodes = step.structure.node_role == index
@@ -111,4 +91,5 @@ def _data_parallel(step: Step) -> Iterator[_Calls]:
             collective = Collective(message.collective, message.in_elements, step.assembly.layout.dp)
             us = float(step.graph.duration[nodes].sum()) / 1e3
             count = int(nodes.sum()) * transfer.times
-            yield _Calls(ROLES[role.what], collective, count, us, measured)
+            cost = costs.cost(Op(role.what, work=collective))
+            yield _Calls(ROLES[role.what], collective, count, us, "measured" if measured else cost.source, cost.bound)

@@ -2,7 +2,7 @@
 
 Every GPU draws its idle power all the time, plus what its work costs (lumos.costs.energy). Where that exceeds the power
 limit of the board, it draws the limit: the clock falls, and with it the voltage and the cost of the work. The slower
-clock is part of the step's time (lumos.costs.in_step).
+clock is part of the step's time (lumos.costs.energy).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
-from lumos.costs.energy import Joules, clock_of
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import Joules, clock_of, in_step_factors
 from lumos.costs.operator_model import chip_of, rated_gpu
 from lumos.described.transfers import ROLES
 from lumos.prediction.operator_times import OperatorTime
@@ -77,7 +76,7 @@ _LOW_CLOCK = 0.7  # of the highest: below it, an answer says that the power limi
 
 def energy_of(step: Step, seconds: float | None = None) -> Energy:
     """The energy of a simulated step; `seconds` is its time, where a trace says that it is not the simulated one."""
-    gpu, joules = step.setup.cluster.accelerator, step.prices.joules
+    gpu, joules = step.setup.cluster.accelerator, step.costs.joules
     talking_w = _network_w(step, gpu, joules)
     work = []
     for stage in range(step.plan.pp):
@@ -90,7 +89,7 @@ def energy_of(step: Step, seconds: float | None = None) -> Energy:
 
 def least_joules(assembly: Assembly, seconds: float) -> float:
     """A lower bound on the energy of a step that takes at least so long: that of its blocks."""
-    setup, joules = assembly.setup, assembly.prices.joules
+    setup, joules = assembly.setup, assembly.costs.joules
     like = assembly.program.like
     work = {stage: _block_joules(assembly, stage) for stage in set(like)}
     gpus, idle_w = setup.cluster.gpus // setup.parallel.pp, setup.cluster.accelerator.idle_w

@@ -14,7 +14,8 @@ from lumos.analysis.breakdown import Breakdown, moved_breakdown
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.arguments import checks_arguments
-from lumos.costs.prices import Prices
+from lumos.costs.costs import host_was_measured
+from lumos.costs.model_costs import ModelCosts
 from lumos.described.described import Program
 from lumos.described.flops import hardware_flops, model_flops, utilisation
 from lumos.errors import OptionError
@@ -34,7 +35,7 @@ from lumos.prediction.power import Energy, energy_of, limit_note
 from lumos.setup.constraints import check, warnings_in
 from lumos.setup.setup import STEP_SECTIONS, Setup
 from lumos.setup.setup_files import read_setup, read_setup_with_notes
-from lumos.step.step import Step, host_was_measured, simulate_step
+from lumos.step.step import Step, simulate_step
 from lumos.tables import frame
 from lumos.trace.trace import Trace
 from lumos.traced.infer import Inferred
@@ -147,9 +148,9 @@ class Prediction:
         return self.run.step if isinstance(self.run, DescribedRun) else None
 
     @property
-    def prices(self) -> Prices | None:
+    def costs(self) -> ModelCosts | None:
         """What operators cost in it; None for a traced run, whose times were measured."""
-        return None if self.step is None else self.step.prices
+        return None if self.step is None else self.step.costs
 
     @cached_property
     def host_bound(self) -> bool | None:
@@ -285,7 +286,7 @@ class Prediction:
         if self.setup is None:
             return [*found, *(self.replayed.execution.warnings if self.replayed else ())]
         found += [text for text in warnings_in(self.setup) if text not in found]
-        model = self.step.prices.model if self.step else None
+        model = self.step.costs.model if self.step else None
         gpu = self.setup.cluster.shown
         on_host = self.step.host_update_us / 1e3 if self.step else 0.0
         if on_host:
@@ -297,7 +298,7 @@ class Prediction:
         if self.is_of_cpu:
             memory = "" if self.fits is not None else "; give cluster.memory_gib to know whether it fits"
             found.append(f"peak and power of a CPU are not known: no MFU and no energy{memory}")
-        elif self.step is not None and not self.step.prices.joules.measured:
+        elif self.step is not None and not self.step.costs.joules.measured:
             found.append(f"no power measurements for {gpu}: its energy is that of h200 scaled by peaks and power limit")
         if self.host_bound:
             found.append(host_words(self.setup))

@@ -14,10 +14,11 @@ from math import inf
 from typing import NamedTuple
 
 from lumos.costs.contention import Beside
-from lumos.costs.prices import Prices, Row, end_beside
+from lumos.costs.model_costs import ModelCosts
 from lumos.program.op import Op
 from lumos.program.operators import Collective
 from lumos.schedules import Phase
+from lumos.step.block_timeline import Row, end_beside
 
 
 class Piece(NamedTuple):
@@ -55,8 +56,8 @@ class _Thread:
 class _Pair:
     """Two passes, and what has run of them so far."""
 
-    def __init__(self, passes: Sequence[Sequence[Piece]], prices: Prices) -> None:
-        self.threads, self.prices = [_Thread(pieces) for pieces in passes], prices
+    def __init__(self, passes: Sequence[Sequence[Piece]], costs: ModelCosts) -> None:
+        self.threads, self.costs = [_Thread(pieces) for pieces in passes], costs
         self.rows: list[tuple[Phase, Row]] = []
         self.now = self.wire = 0.0  # when each of both streams is free
         self.beside: list[tuple[float, Beside]] = []  # the exchange that runs last
@@ -90,7 +91,7 @@ class _Pair:
             self.wire = thread.ready = begin + piece.us
             self.rows.append((piece.phase, Row(piece.op, begin, self.wire)))
             assert isinstance(piece.op.work, Collective)
-            self.beside = [(self.wire, self.prices.running(piece.op.work, piece.us))]
+            self.beside = [(self.wire, self.costs.running(piece.op.work, piece.us))]
 
     def _compute(self, piece: Piece) -> None:
         """An operator; or a collective of another kind, which holds up the stream as it does in a pass alone."""
@@ -99,10 +100,10 @@ class _Pair:
             self.now = begin + piece.us
         else:
             beside = [(until, kernel) for until, kernel in self.beside if until > begin]
-            self.now = end_beside(begin, piece.us, piece.op, beside, self.prices)
+            self.now = end_beside(begin, piece.us, piece.op, beside, self.costs)
         self.rows.append((piece.phase, Row(piece.op, begin, self.now)))
 
 
-def together(forward: Sequence[Piece], backward: Sequence[Piece], prices: Prices) -> list[tuple[Phase, Row]]:
+def together(forward: Sequence[Piece], backward: Sequence[Piece], costs: ModelCosts) -> list[tuple[Phase, Row]]:
     """When each operator and collective of two passes runs that run together, and which phase it belongs to."""
-    return _Pair((forward, backward), prices).run()
+    return _Pair((forward, backward), costs).run()

@@ -10,7 +10,7 @@ One rank stands for all ranks of a pipeline stage. Its lanes:
     stream pipeline        activations and their gradients, from stage to stage
 
 The simulator's nodes are blocks, or equal fractions of them. What runs inside a block is priced once
-(`lumos.costs.prices.timeline`) and scaled into the window of every node that runs it.
+(`lumos.costs.costs.timeline`) and scaled into the window of every node that runs it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.costs.prices import Row, timeline
 from lumos.described.described import Repeated
 from lumos.described.transfers import ROLES, Transfer
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.program.op import Op
 from lumos.program.operators import Collective
 from lumos.schedules import Phase
+from lumos.step.block_timeline import Row, timeline
 from lumos.step.step import Step
 from lumos.step.structure import Role
 from lumos.trace.names import Category, Kind
@@ -267,7 +267,7 @@ class StepTrace:
         return self._blocks[block.key]
 
     def _timed(self, block: Repeated) -> tuple[_Inside, float]:
-        issued = timeline(block.build(), self.step.prices)
+        issued = timeline(block.build(), self.step.costs)
         length = max((row.end_us for row in issued), default=0.0)  # the host may be the last to be done
         return self._columns_of(issued), length
 

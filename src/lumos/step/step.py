@@ -1,29 +1,26 @@
 """Step: the program of a setup, priced and simulated.
 
 Every block of the program has a price. A step's structure (which turns, which gathers and reductions, what waits for
-what) depends on counts alone; filled with the prices it is a graph, and the simulator gives its times.
+what) depends on counts alone; filled with the costs it is a graph, and the simulator gives its times.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from lumos.costs.contention import Beside, kept_rate, kernel_of, rail_blocks, userbuffers_blocks
-from lumos.costs.flash import flash_kernels
-from lumos.costs.hardware_model import HardwareModel, hardware_model
-from lumos.costs.host_link import HostLink, host_link
-from lumos.costs.in_step import InStepFactors, in_step_factors
-from lumos.costs.network import Network, network_of
-from lumos.costs.operator_model import CostModel, cost_model
-from lumos.costs.prices import BlockTime, Prices, Row, summed
-from lumos.costs.sampled_network import SampledNetwork
+from lumos.costs.contention import Beside, kept_rate, kernel_of
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import InStepFactors
+from lumos.costs.host_costs import HostLink, host_link
+from lumos.costs.model_costs import ModelCosts
+from lumos.costs.network import Network
+from lumos.costs.operator_model import CostModel
 from lumos.data_files import read_table
 from lumos.described.described import Program, Repeated
 from lumos.described.experts import is_exchange
@@ -32,12 +29,12 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Floats, Graph, Times, simulate
 from lumos.graph.overlap import Side, contended
 from lumos.program.op import EXCHANGE, Op
-from lumos.program.operators import Collective, Group
+from lumos.program.operators import Collective, Group, Operator
 from lumos.program.sharding import Chunk, Parameters
 from lumos.schedules import Phase, schedule_named
-from lumos.setup.frameworks import Framework, framework_named
-from lumos.setup.gpus import Gpu
+from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
+from lumos.step.block_timeline import BlockTime, Row, leads_us, summed, time_of
 from lumos.step.dualpipe_overlap import Piece, together
 from lumos.step.structure import LAUNCH, Plan, Role, StepStructure, step_structure
 
@@ -88,7 +85,7 @@ class Step:
     graph: Graph
     times: Times
     chunks: tuple[tuple[ChunkTime, ...], ...]  # [stage][chunk]
-    prices: Prices
+    costs: ModelCosts
     assembly: Assembly
 
     def __repr__(self) -> str:
@@ -140,7 +137,7 @@ class Step:
         if not parts.any():
             return 1.0
         changed = (1 + (delay - 1) * parts)[self.structure.node_role] * self.graph.duration
-        launch, lag = self.prices.launch_us * 1e3, self.graph.edges.lag
+        launch, lag = self.costs.launch_us * 1e3, self.graph.edges.lag
         lags = np.where(self.structure.lag_class == LAUNCH, launch + (lag - launch) * delay, lag)
         return simulate(self.graph.with_lags(lags), changed).span / self.times.span
 
@@ -159,58 +156,19 @@ def simulate_step(
     factors: InStepFactors | None = None,
     model: CostModel | None = None,
     network: Network | None = None,
-    make_prices: Callable[..., Prices] = Prices,
+    make_costs: Callable[..., ModelCosts] = ModelCosts,
 ) -> Step:
     """Price the blocks of every stage and simulate the step they make."""
-    return assembled(setup, prices_of(setup, factors, model, network, make_prices)).step()
+    return assembled(setup, costs_of(setup, factors, model, network, make_costs)).step()
 
 
-def assembled(setup: Setup, prices: Prices, program: Program | None = None) -> Assembly:
+def assembled(setup: Setup, costs: ModelCosts, program: Program | None = None) -> Assembly:
     """The parts of a step, not yet simulated; `program` is that of the setup, where it is known already."""
-    return Assembly(program or Program(setup), prices)
-
-
-def prices_of(
-    setup: Setup,
-    factors: InStepFactors | None = None,
-    model: CostModel | None = None,
-    network: Network | None = None,
-    make_prices: Callable[..., Prices] = Prices,
-) -> Prices:
-    """What operators, collectives and blocks cost in a setup."""
-    gpu, chip = setup.cluster.accelerator, setup.cluster.chip
-    framework = framework_named(setup.train.framework, setup.train.precision)
-    machine = hardware_model(setup.cluster.model) if setup.cluster.model else None
-    factors = factors or (machine.factors(gpu) if machine else in_step_factors(gpu))
-    prices = make_prices(
-        model or (machine.operators(chip) if machine else cost_model(chip)),
-        network or _network(setup, gpu, factors, machine), factors, _host_us(setup, framework),
-        framework.collective_launches,
-    )  # fmt: skip
-    flash = (framework.compiled_flash if setup.train.compile else "") or framework.flash
-    flash = "native" if setup.train.attention == "flash-3" else flash
-    prices.flash_model = None if gpu.is_cpu else flash_kernels(chip, flash)
-    prices.joules = (machine.joules(chip) if machine else None) or prices.joules
-    prices.overlap_blocks = userbuffers_blocks() if framework.userbuffers else 0
-    flex = (setup.parallel.dispatcher or framework.dispatcher) == "flex"
-    prices.exchange_blocks = rail_blocks() if flex and schedule_named(setup.parallel.schedule).pairs else 0
-    prices.leaves_sms = framework.leaves_sms
-    prices.block_scaled = framework.block_scaled or setup.train.fp8_scaling == "block"
-    return prices
-
-
-def _network(setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None) -> Network | SampledNetwork:
-    """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
-    own = framework_named(setup.train.framework).dispatcher == "flex"
-    rails = own and setup.parallel.dispatcher in ("", "flex")
-    usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster, rails)
-    if machine is None or setup.cluster.states_network or machine.gpu.name != setup.cluster.gpu:
-        return usual
-    return machine.network(usual, setup.cluster.gpus_per_node)
+    return Assembly(program or Program(setup), costs)
 
 
 def shape_of(setup: Setup) -> Hashable:
-    """What the prices of a setup depend on: setups of one shape can share them, blocks that were priced included."""
+    """What the costs of a setup depend on: setups of one shape can share them, blocks that were priced included."""
     p, t, cluster = setup.parallel, setup.train, setup.cluster
     exchange = (p.dispatcher, p.ep_overlap, t.microbatches > 1, schedule_named(p.schedule).pairs)
     experts = (p.ep, p.etp, p.dp, p.pp, *exchange) if setup.model.experts else ()
@@ -224,63 +182,20 @@ def shape_of(setup: Setup) -> Hashable:
     )  # fmt: skip
 
 
-def _wired(setup: Setup, gpu: Gpu) -> Gpu:
-    """The GPU with the links it really uses: inside one node, what NVLink does not join is joined by PCIe."""
-    if gpu.nvlink_domain < setup.cluster.gpus <= gpu.gpus_per_node:
-        return dataclasses.replace(gpu, inter_gb_s=gpu.pcie_gb_s)
-    return gpu
-
-
-def _host_us(setup: Setup, framework: Framework) -> float:
-    """What one launch costs the host."""
-    sampled_with_host = bool(setup.cluster.model) and setup.cluster.accelerator.is_cpu
-    if setup.train.cuda_graphs or sampled_with_host:
-        return 0.0
-    return framework.host_us / host_speed(setup)
-
-
-def host_was_measured(setup: Setup) -> bool:
-    """Whether the model file of a setup knows the host."""
-    return bool(setup.cluster.model) and hardware_model(setup.cluster.model).section("host") is not None
-
-
-def host_speed(setup: Setup) -> float:
-    """Of the host, relative to the typical one."""
-    machine = hardware_model(setup.cluster.model) if setup.cluster.model else None
-    return setup.cluster.host * (machine.host_speed if machine else 1.0)
-
-
-def leads_us(blocks: Sequence[BlockTime], launch_us: float, units: int = 1) -> list[float]:
-    """How much later than the host of a pass each of its units starts at least; units take equally long.
-
-    No block starts before its first launch, or ends before the host issued all of it. If a unit waits for what holds up
-    its blocks before it starts instead of inside, it ends no sooner.
-    """
-    issued = done = 0.0
-    length = sum(block.us for block in blocks) / units
-    leads = [launch_us] * units
-    for block in blocks:
-        for at, since in ((done, issued + launch_us), (done + block.us, issued + block.host_us)):
-            unit = min(int(at / length), units - 1) if length else 0
-            leads[unit] = max(leads[unit], since - (at - unit * length))
-        issued, done = issued + block.host_us, done + block.us
-    return leads
-
-
 class Assembly:
     """Turns the blocks of a program into the graph of a step."""
 
-    def __init__(self, program: Program, prices: Prices) -> None:
-        self.program, self.prices = program, prices
+    def __init__(self, program: Program, costs: ModelCosts) -> None:
+        self.program, self.costs = program, costs
         self.setup, self.layout, self.framework = program.setup, program.layout, program.framework
         self._distinct: dict[int, list[tuple[Chunk, ChunkTime, int]]] = {}  # by the first of the stages that are alike
 
     def step(self) -> Step:
         """Simulated."""
         graph = self.graph()
-        between = self._contention() if self.transfers.overlap and self.prices.contends else None
+        between = self._contention() if self.transfers.overlap and self.costs.contends else None
         graph, times = (graph, simulate(graph)) if between is None else contended(graph, *between)
-        return Step(self.setup, self.plan, self.structure, graph, times, self.chunks, self.prices, self)
+        return Step(self.setup, self.plan, self.structure, graph, times, self.chunks, self.costs, self)
 
     # ------------------------------------------------------------------ what each stage runs
     @cached_property
@@ -297,8 +212,8 @@ class Assembly:
         return self._distinct[first]
 
     def _chunk_time(self, chunk: Chunk) -> ChunkTime:
-        """Priced once for all setups that share the prices."""
-        return self.prices.kept((chunk, self.program.schedule.splits_backward), partial(self._priced, chunk))
+        """Priced once for all setups that share the costs."""
+        return self.costs.kept((chunk, self.program.schedule.splits_backward), partial(self._priced, chunk))
 
     def _priced(self, chunk: Chunk) -> ChunkTime:
         forward, backward, weights = (self._phase_time(chunk, phase) for phase in Phase)
@@ -307,7 +222,7 @@ class Assembly:
     def _phase_time(self, chunk: Chunk, phase: Phase) -> BlockTime:
         time = BlockTime()
         for block in self.program.blocks(chunk, phase):
-            time += self._block_time(block).times(block.times)
+            time += self.block_time(block).times(block.times)
         copies = self._activation_copies_us(chunk, phase)
         return time._replace(us=max(time.us, copies), communication_us=time.communication_us + copies)
 
@@ -318,18 +233,18 @@ class Assembly:
         return found
 
     def pair_of(self, role: Role) -> PairTime:
-        """The two passes that a role is a part of; priced once for all setups that share the prices."""
+        """The two passes that a role is a part of; priced once for all setups that share the costs."""
         chunks = self.program.chunks[role.stage]
         forward, backward = chunks[role.chunk], chunks[role.partner]
         if role.what != "forward":
             forward, backward = backward, forward
-        return self.prices.kept(("pair", forward, backward), partial(self._paired, forward, backward))
+        return self.costs.kept(("pair", forward, backward), partial(self._paired, forward, backward))
 
     def _paired(self, begun: Chunk, ended: Chunk) -> PairTime:
         """The forward pass of one chunk, and the backward pass of the other."""
         pieces = self._pieces(begun, Phase.FORWARD), self._pieces(ended, Phase.BACKWARD)
-        rows = together(*pieces, self.prices)
-        times = [summed((row for part, row in rows if part == phase), self.prices) for phase in Phase]
+        rows = together(*pieces, self.costs)
+        times = [summed((row for part, row in rows if part == phase), self.costs) for phase in Phase]
         length = max((row.end_us for _, row in rows), default=0.0)
         work = sum(time.compute_us for time in times) or 1.0
         forward, backward, weights = (time._replace(us=length * time.compute_us / work) for time in times)
@@ -346,7 +261,7 @@ class Assembly:
         if op.weight_gradient and self.program.schedule.splits_backward:
             phase = Phase.WEIGHTS
         hidden = self.layout.ep_overlap and is_exchange(op)
-        return Piece(op._replace(stream=EXCHANGE if hidden else 0), self.prices.us(op), phase)
+        return Piece(op._replace(stream=EXCHANGE if hidden else 0), self.costs.cost(op).us, phase)
 
     def _activation_copies_us(self, chunk: Chunk, phase: Phase) -> float:
         """Activations go to the host behind the forward pass and come back behind the backward pass, spread over it."""
@@ -354,8 +269,8 @@ class Assembly:
             return 0.0
         return self.host.copy_us(self.program.offloaded_bytes(chunk))
 
-    def _block_time(self, block: Repeated) -> BlockTime:
-        return self.prices.block(block.key, block.build)
+    def block_time(self, block: Repeated) -> BlockTime:
+        return self.costs.kept(("block", block.key), lambda: time_of(block.build(), self.costs))
 
     # ------------------------------------------------------------------ the network's work
     @cached_property
@@ -365,7 +280,7 @@ class Assembly:
     def transfer_us(self, transfer: Transfer) -> float:
         """A transfer, all times that it runs."""
         parts = self.transfers.collectives(transfer)
-        return transfer.times * sum(times * self.prices.collective_us(collective) for collective, times in parts)
+        return transfer.times * sum(times * self.costs.collective_us(collective) for collective, times in parts)
 
     def unit_us(self, transfer: Transfer, held: Parameters) -> float:
         """A transfer of one unit of a chunk, with the copies of offloaded weights or gradients."""
@@ -378,7 +293,7 @@ class Assembly:
         in_turn = transfers.gathers != "never" and p.dp_overlap is False
         return Plan(
             self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, transfers.units, transfers.gathers,
-            transfers.overlap, self.hosts, always, self.prices.leads, in_turn,
+            transfers.overlap, self.hosts, always, self.costs.leads, in_turn,
         )  # fmt: skip
 
     @cached_property
@@ -387,7 +302,7 @@ class Assembly:
         share = read_table("step.json")["host_bound_share"]
         chunks = {chunk for row in self.program.chunks for chunk in row}
         blocks = (block for chunk in chunks for block in self._chunk_time(chunk).blocks)
-        return self.prices.leads or any(block.host_us > share * block.us for block in blocks)
+        return self.costs.leads or any(block.host_us > share * block.us for block in blocks)
 
     @cached_property
     def structure(self) -> StepStructure:
@@ -414,9 +329,9 @@ class Assembly:
 
     def _leads(self) -> Floats | float:
         """By role and place of a unit, how much later than its host it starts, in nanoseconds."""
-        if not self.prices.leads:
-            return self.prices.launch_us * 1e3
-        leads = np.full((len(self.structure.roles), self.transfers.units), self.prices.launch_us * 1e3)
+        if not self.costs.leads:
+            return self.costs.launch_us * 1e3
+        leads = np.full((len(self.structure.roles), self.transfers.units), self.costs.launch_us * 1e3)
         for index, role in enumerate(self.structure.roles):
             if role.what in _PASSES and role.partner < 0:
                 units = self.transfers.units if role.unit >= 0 else 1
@@ -425,8 +340,8 @@ class Assembly:
 
     def _pass_leads(self, chunk: Chunk, what: str, units: int) -> list[float]:
         """In nanoseconds."""
-        blocks = [self._block_time(block) for block in self.program.in_order(chunk, Phase[what.upper()])]
-        return [1e3 * us for us in leads_us(blocks, self.prices.launch_us, units)]
+        blocks = [self.block_time(block) for block in self.program.in_order(chunk, Phase[what.upper()])]
+        return [1e3 * us for us in leads_us(blocks, self.costs.launch_us, units)]
 
     # ------------------------------------------------------------------ what runs at the same time
     def _contention(self) -> tuple[Side, Side] | None:
@@ -458,37 +373,41 @@ class Assembly:
         return self.speeds(self.program.chunks[role.stage][role.chunk])[_PASSES.index(role.what)]
 
     def speeds(self, chunk: Chunk) -> tuple[float, ...]:
-        """What each pass of a chunk keeps of its speed beside communication; worked out once, as prices are."""
+        """What each pass of a chunk keeps of its speed beside communication; worked out once, as costs are."""
         beside = self._disturbing
         if beside is None:
             return 1.0, 1.0, 1.0
         key = ("speeds", chunk, self.program.schedule.splits_backward, beside)
-        return self.prices.kept(key, lambda: tuple(self._speed(chunk, phase, beside) for phase in Phase))
+        return self.costs.kept(key, lambda: tuple(self._speed(chunk, phase, beside) for phase in Phase))
 
     def _speed(self, chunk: Chunk, phase: Phase, beside: Beside) -> float:
         us = self._chunk_time(chunk).blocks[phase].us
         blocks = self.program.blocks(chunk, phase)
-        more = sum(block.times * self._disturbed_us(block, beside) for block in blocks)
+        more = sum(block.times * self.disturbed_us(block, beside) for block in blocks)
         return us / (us + more) if us > 0 else 1.0
 
-    def _disturbed_us(self, block: Repeated, beside: Beside) -> float:
+    def disturbed_us(self, block: Repeated, beside: Beside) -> float:
         """How much longer a block takes beside communication, priced once."""
         key = ("disturbed", block.key, beside)
-        return self.prices.kept(key, lambda: self.prices.disturbed_us(block.build, beside))
+        return self.costs.kept(key, lambda: self._longer_us(block, beside))
+
+    def _longer_us(self, block: Repeated, beside: Beside) -> float:
+        works = [(op, op.work) for op in block.build() if isinstance(op.work, Operator)]
+        return sum(self.costs.cost(op).us * (self.costs.slowdown(work, beside) - 1) for op, work in works)
 
     @cached_property
     def _disturbing(self) -> Beside | None:
         """The kernel of the collective that runs beside passes; None where there is none."""
         collective = self.transfers.concurrent
-        if collective is None or not self.prices.contends:
+        if collective is None or not self.costs.contends:
             return None
-        found = kernel_of(collective, self.prices.collective_us(collective))
+        found = kernel_of(collective, self.costs.collective_us(collective))
         return found._replace(gb_s=round(found.gb_s, -2))  # few different ones, which are priced once
 
     @cached_property
     def _kept_beside(self) -> tuple[float, float]:
         """What gathers and reductions keep of their speed; groups that divide one copy reduce with the others, too."""
-        first, network, (near, far) = self.transfers.concurrent, self.prices.network, self.layout.sharing
+        first, network, (near, far) = self.transfers.concurrent, self.costs.network, self.layout.sharing
         if first is None:
             return 1.0, 1.0
         gather = network.kept(first, kept_rate())
@@ -514,9 +433,9 @@ class Assembly:
     def _sent_us(self, group: Group) -> float:
         s = self.layout
         if not self.framework.sends_parts or s.splits_sequences:
-            return self.prices.collective_us(Collective("p2p", s.residual_bytes, group))
+            return self.costs.collective_us(Collective("p2p", s.residual_bytes, group))
         part = Collective("p2p", s.residual_bytes / s.parallel.tp, group)
-        return self.prices.collective_us(part) + self.prices.collective_us(
+        return self.costs.collective_us(part) + self.costs.collective_us(
             Collective("all_gather", s.activation_bytes, s.tp)
         )
 
@@ -538,7 +457,7 @@ class Assembly:
 
     def update_time(self, stage: int) -> BlockTime:
         """The update: by the GPU, and at the same time by the host of what is there."""
-        on_gpu = self._block_time(self.program.optimizer(stage))
+        on_gpu = self.block_time(self.program.optimizer(stage))
         return on_gpu._replace(us=max(on_gpu.us, self.waited_us("optimizer", stage)))
 
     def waited_us(self, what: str, stage: int, chunk: int = 0) -> float:
@@ -546,7 +465,7 @@ class Assembly:
         if what != "optimizer":
             return self._activation_copies_us(self.program.chunks[stage][chunk], Phase[what.upper()])
         if self.setup.train.optimizer == "muon":  # many small kernels: the host may take longer to issue them
-            return self._block_time(self.program.optimizer(stage)).host_us
+            return self.block_time(self.program.optimizer(stage)).host_us
         return self.host_update_us(stage)
 
     def host_update_us(self, stage: int) -> float:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from lumos.analysis.kernel_labels import KernelClass, KernelPhase, RankLabels, label
 from lumos.analysis.replay import Replay
-from lumos.costs.aten_prices import AtenPrices
 from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.described.layer import TransformerLayer
@@ -31,7 +30,7 @@ from lumos.traced.cut import CutBlock, CutRank, cut, mean_block, seen, total_us
 from lumos.traced.measured_ops import Launch, measured_ops
 from lumos.traced.retarget import own_blocks, traced_program, us_by_kind
 from lumos.traced.tensor_lifetimes import Tape, tape_of
-from lumos.traced.trace_costs import MODES, Learned, TraceCosts, Weights, bare, plain_costs, trace_costs
+from lumos.traced.trace_costs import MODES, Learned, TraceCosts, Weights, plain_costs, trace_costs
 from lumos.traced.traced_memory import traced_memory
 
 _SHARED_CORES = (
@@ -56,14 +55,14 @@ def loaded_step(setup: Setup, learned: Learned) -> Step:
     load = min(load_of(step, learned), 1.0)
     if setup.cluster.accelerator.is_cpu or load == learned.load:  # the clock of a CPU is not known to fall
         return step
-    costs = step.prices
+    costs = step.costs
     assert isinstance(costs, TraceCosts)
     return assembled(setup, costs.at_load(load), step.assembly.program).step()
 
 
 def load_of(step: Step, learned: Learned) -> float:
     """The share of a step that matmuls and attention run on one GPU, as a mean over pipeline stages."""
-    costs = step.prices
+    costs = step.costs
     assert isinstance(costs, TraceCosts)
     window = step.us + learned.beyond_us if step.setup.parallel.pp == 1 else _busy_us(step)
     return _matrix_us(step.assembly.program, costs) / max(window, 1e-9)
@@ -169,7 +168,7 @@ class CalibratedRun:
             return blocks
         layer = TransformerLayer(self.plain.assembly.layout, bool(self.setup.model.experts))
         parts = {"forward": layer.forward(), "recompute": layer.recomputed(), "backward": layer.backward()}
-        launches = {name: sum(map(self.plain.prices.launches, block)) for name, block in parts.items()}
+        launches = {name: sum(map(self.plain.costs.launches, block)) for name, block in parts.items()}
         each = (blocks["forward"].host_us + blocks["backward"].host_us) / max(sum(launches.values()), 1.0)
         shared = {name: replace(blocks[name], host_us=each * launches[name]) for name in ("forward", "backward")}
         return blocks | shared | {"recompute": replace(blocks["recompute"], host_us=each * launches["recompute"])}
@@ -243,9 +242,9 @@ class CalibratedRun:
         """Measured over priced time of the matmuls of several ranks; 1 for a single rank, and where no shapes tell."""
         if len(self.labels) < 2 or self.on_cpu or not self.has_shapes:
             return 1.0
-        prices, measured, priced = AtenPrices(self.plain.prices), 0.0, 0.0
+        prices, measured, priced = self.plain.costs, 0.0, 0.0
         for op in (op for block in self.blocks.values() for op in block.ops if op.name == "aten.mm.default"):
-            measured, priced = measured + total_us(op), priced + op.calls * prices.of(bare(op)).us
+            measured, priced = measured + total_us(op), priced + op.calls * prices.kernel_us(op)
         return measured / priced if priced else 1.0
 
     @property
@@ -341,7 +340,7 @@ class CalibratedRun:
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
         launch within a day. A host-bound step does show it, and keeps its host.
         """
-        seen, each = _TABLE["host_weight"], self.plain.prices.host_us
+        seen, each = _TABLE["host_weight"], self.plain.costs.host_us
 
         def tempered(name: str, block: CutBlock) -> CutBlock:
             typical = each * sum(op.calls for op in block.ops)
@@ -389,7 +388,7 @@ class CalibratedRun:
     def _modelled(self, name: str) -> dict[str, float]:
         """Microseconds of a block of the setup itself, by kind of work."""
         own = self._own_blocks.get(name) or self._own_blocks.get(name.replace("recompute", "forward"), [])
-        return us_by_kind(own, self.plain.prices)
+        return us_by_kind(own, self.plain.costs)
 
     @cached_property
     def _own_blocks(self) -> dict[str, Ops]:
@@ -421,7 +420,7 @@ class CalibratedRun:
         typical = float(np.median(np.concatenate(found))) if any(len(part) for part in found) else 0.0
         size = float(shard.spread_tokens * shard.model.hidden * shard.element)
         links = (Collective("p2p", size, shard.link(*stages)) for stages in self.plain.structure.links)
-        modelled = float(np.median([self.plain.prices.collective_us(link) for link in links]))
+        modelled = float(np.median([self.plain.costs.collective_us(link) for link in links]))
         return typical / modelled if typical > 0 and modelled > 0 else 1.0
 
     @cached_property
@@ -483,7 +482,7 @@ def _notes(source: CalibratedRun, target: Setup) -> list[str]:
             != getattr(target.parallel, way)]  # fmt: skip
     if ways:
         found.append(f"not as in the traced run: {', '.join(ways)}; no such change was measured; wider interval")
-    host = source.plain.prices.host_us * sum(Program(target).layout.dtensor_launches)
+    host = source.plain.costs.host_us * sum(Program(target).layout.dtensor_launches)
     if host and source.setup.parallel.tp == 1:
         found.append(
             f"tensor parallelism by DTensor, as eager PyTorch runs it: about {host / 1e3:.0f} ms of the host for a "

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from lumos.costs.kernel_work import matrix_operator
-from lumos.costs.prices import Prices
+from lumos.costs.model_costs import ModelCosts
 from lumos.data_files import read_table
 from lumos.described.described import Key, Program
 from lumos.program.op import Measured, Op, Ops, Tensor
@@ -161,7 +161,7 @@ class TracedBlocks:
     def _among(self, ops: list[Op], own: Ops, name: str) -> Ops:
         """With the collectives of the setup's own block and what waits for them, after the same shares of compute."""
         ends = list(accumulate((self._compute_us(op) for op in own), initial=0.0))
-        starts = list(accumulate((self.costs.us(op) for op in ops), initial=0.0))
+        starts = list(accumulate((self.costs.cost(op).us for op in ops), initial=0.0))
         scale = starts[-1] / ends[-1] if ends[-1] > 0 else 0.0
         found: Ops = []
         place: dict[int, int] = {}  # of calls of the setup's block that are here, too
@@ -183,7 +183,7 @@ class TracedBlocks:
         return [*found, *([following[1]] if following is not None else []), *(op for _, op in rest)]
 
     def _compute_us(self, op: Op) -> float:
-        return self.costs.us(op) if isinstance(op.work, Operator) else 0.0
+        return self.costs.cost(op).us if isinstance(op.work, Operator) else 0.0
 
     def _hosted(self, ops: Ops, host_us: float) -> Ops:
         """With the host's time, divided among calls by their kernels; on a CPU, it computes in that time."""
@@ -221,7 +221,7 @@ class TracedBlocks:
         return self.learned.host * max(changed, _LEAST_HOST * measured)
 
     def _launches(self, own: Ops) -> float:
-        return sum(Prices.launches(self.costs, op) for op in own)
+        return sum(ModelCosts.launches(self.costs, op) for op in own)
 
     @cached_property
     def _traced_own(self) -> dict[str, Ops]:
@@ -271,13 +271,13 @@ def _work_of(op: Op) -> Operator:
     return work or Operator("stream", (max(1, round(bytes_of(op))),))
 
 
-def us_by_kind(own: Sequence[Op], costs: Prices) -> dict[str, float]:
+def us_by_kind(own: Sequence[Op], costs: ModelCosts) -> dict[str, float]:
     """Microseconds of a setup's own block, by kind of work."""
     found: dict[str, float] = {}
     for op in own:
         if op.work is not None:
             kind = _kind_of(op.work)
-            found[kind] = found.get(kind, 0.0) + costs.us(op)
+            found[kind] = found.get(kind, 0.0) + costs.cost(op).us
     return found
 
 

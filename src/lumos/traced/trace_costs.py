@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from lumos.costs.aten_prices import AtenPrices
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.costs import costs_of
+from lumos.costs.energy import in_step_factors
 from lumos.costs.kernel_work import works_of
+from lumos.costs.model_costs import Cost, ModelCosts
 from lumos.costs.operator_model import cpu_model
-from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.program.op import Op
 from lumos.program.operators import Collective
 from lumos.setup.setup import Setup
-from lumos.step.step import prices_of
 from lumos.traced.cut import CutBlock, seen
 from lumos.traced.sizes import Shape, Sizes
 
@@ -100,27 +99,42 @@ class Learned:
         return replace(self, network=dict.fromkeys(self.network, factor))
 
 
-def plain_costs(setup: Setup) -> Prices:
+def plain_costs(setup: Setup) -> ModelCosts:
     """Costs before anything is learned from a trace."""
-    return prices_of(setup, model=_model_of(setup))
+    return costs_of(setup, model=_model_of(setup))
 
 
 def _model_of(setup: Setup) -> Any:
     return cpu_model() if setup.cluster.accelerator.is_cpu else None
 
 
-class TraceCosts(Prices):
+class TraceCosts(ModelCosts):
     """Costs of a setup in which calls of a traced run are made again; see `trace_costs`."""
 
     learned: Learned
     target: Setup
     load: float  # share of the step that matrix units work: it sets the clock
 
-    def us(self, op: Op) -> float:
+    def cost(self, op: Op) -> Cost:
+        """What a call costs here: those of a trace differ by their measured times, collectives by their block."""
+        found = self._costs.get(op)
+        if found is None:
+            us = self._us(op)
+            source, bound = self.basis_of(op, us)
+            traced = op.measured is not None or self.is_measured(op)
+            source = ("measured" if self.is_measured(op) else "scaled") if traced else source
+            found = self._costs[op] = Cost(us, self.host_us_of(op), self.joules_of(op, us), source, bound)
+        return found
+
+    def host_us_of(self, op: Op) -> float:
+        """The blocks of a trace state launches."""
+        return self.host_us * self.launches(op)
+
+    def _us(self, op: Op) -> float:
         if isinstance(op.work, Collective):
             return self.network.us(op.work) * self.learned.network.get(op.module, 1.0)
         if op.measured is None:
-            return op.calls * self._new.of(bare(op)).us if op.inputs else super().us(op)
+            return op.calls * self.kernel_us(op) if op.inputs else super()._us(op)
         gap = 0.0 if self._on_cpu else op.measured.kernels * self.factors.launch_gap_us
         return op.calls * (self.traced_us(op) * self._strain(op.measured.like) * self.learned.gpu + gap)
 
@@ -157,9 +171,9 @@ class TraceCosts(Prices):
         if measured.before is None and (self._same_gpu or not op.inputs):
             return each
         try:
-            old, new = self._old.of(bare(before)).us, self._new.of(bare(op)).us
+            old, new = self.was.kernel_us(before), self.kernel_us(op)
             strain = _strain(measured.like, self.learned.traced, self.learned.load)
-            typical = self._typical(before, self._old) * strain, self._typical(op, self._new) * strain
+            typical = self._typical(before, self.was) * strain, self._typical(op, self) * strain
         except UNPRICED:  # it scales with the bytes it moves
             return each * bytes_of(op) / max(bytes_of(before), 1.0)
         gap = self.was.factors.launch_gap_us
@@ -169,37 +183,29 @@ class TraceCosts(Prices):
             return now * each / was
         return now * drawn(measured.like, each, was, now, typical, self._far)
 
-    def _typical(self, op: Op, prices: AtenPrices) -> float:
+    def _typical(self, op: Op, costs: ModelCosts) -> float:
         """Known of the GPU that was sampled and traced; of another one, the trace itself has to tell."""
         table = _TABLE["usual"]
-        known = prices.source == "fitted" and not self.learned.shared
+        known = costs.kernel_source == "fitted" and not self.learned.shared
         return float(table.get(works_of(op)[0].family, table["other"])) if known else 1.0
 
     @cached_property
     def _far(self) -> float:
         """How much of a model's error is the same at all sizes: more on a GPU whose costs are those of another one."""
-        known = self._old.source == "fitted" and not self.learned.shared
+        known = self.was.kernel_source == "fitted" and not self.learned.shared
         return 0.0 if known else float(_TABLE["far_transferred"])
 
     # ------------------------------------------------------------------ the clock
     def _strain(self, like: str) -> float:
         """The target's over the traced run's; costs of a GPU that was never traced hold its typical clock."""
-        own = self._on_cpu or self._same_gpu or self._new.source == "fitted"
+        own = self._on_cpu or self._same_gpu or self.kernel_source == "fitted"
         now = _strain(like, self.target, self.load) if own else 1.0
         return now / _strain(like, self.learned.traced, self.learned.load)
 
     # ------------------------------------------------------------------ both setups
     @cached_property
-    def was(self) -> Prices:
+    def was(self) -> ModelCosts:
         return plain_costs(self.learned.traced)
-
-    @cached_property
-    def _old(self) -> AtenPrices:
-        return AtenPrices(self.was)
-
-    @cached_property
-    def _new(self) -> AtenPrices:
-        return AtenPrices(self)
 
     @cached_property
     def _known(self) -> dict[Op, float]:
@@ -235,7 +241,7 @@ class TraceCosts(Prices):
 
 def trace_costs(setup: Setup, learned: Learned, load: float) -> TraceCosts:
     """Costs of a setup at the clock of a load, learned from a traced run."""
-    found = prices_of(setup, model=_model_of(setup), make_prices=TraceCosts)
+    found = costs_of(setup, model=_model_of(setup), make_costs=TraceCosts)
     assert isinstance(found, TraceCosts)
     found.target, found.learned, found.load = setup, learned, load
     found.contends = not learned.beside

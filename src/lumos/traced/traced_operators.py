@@ -23,12 +23,11 @@ import numpy as np
 
 from lumos.analysis.kernel_labels import KernelClass, KernelPhase, RankLabels, label
 from lumos.analysis.replay import Replay
-from lumos.costs.aten_prices import AtenPrices
-from lumos.costs.in_step import in_step_factors
+from lumos.costs.energy import in_step_factors
 from lumos.costs.kernel_work import matrix_operator, works_of
+from lumos.costs.model_costs import ModelCosts
 from lumos.costs.network import network_of
 from lumos.costs.operator_model import cost_model
-from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.graph.rules.cpu_device import is_cpu_run
@@ -311,7 +310,7 @@ def _rows(calls: Sequence[Call], gpu: Gpu | None, causal: bool) -> list[TracedOp
 
 
 def _row(
-    calls: Sequence[Call], tensors: tuple[Tensor, ...], op: Op | None, prices: AtenPrices | None,
+    calls: Sequence[Call], tensors: tuple[Tensor, ...], op: Op | None, prices: ModelCosts | None,
     gpu: Gpu | None,
 ) -> TracedOperator:  # fmt: skip
     """Equal calls as one row; `op` is what their work follows from, None if that is not to be looked at."""
@@ -381,13 +380,13 @@ def _masks(traced: TracedOp, causal: bool) -> tuple[bool, bool]:
     return False, causal
 
 
-def _prices(gpu: Gpu) -> AtenPrices:
-    """Prices of single operators: no network and no host."""
+def _prices(gpu: Gpu) -> ModelCosts:
+    """Costs of single operators: no network and no host."""
     factors = in_step_factors(gpu)
-    return AtenPrices(Prices(cost_model(gpu.name), network_of(gpu, "infiniband", factors), factors, 0.0, 0.0))
+    return ModelCosts(cost_model(gpu.name), network_of(gpu, "infiniband", factors), factors, 0.0, 0.0)
 
 
-def _effort(op: Op, prices: AtenPrices | None) -> Effort:
+def _effort(op: Op, prices: ModelCosts | None) -> Effort:
     """Work and price of one call; nothing where the shapes make no sense."""
     try:
         operator, works = matrix_operator(op), works_of(op)
@@ -399,8 +398,8 @@ def _effort(op: Op, prices: AtenPrices | None) -> Effort:
         precision = (matrix or implicit).dtype if flops and (matrix or implicit) else ""  # type: ignore[union-attr]
         if prices is None:
             return Effort(flops, moved, elements, precision)
-        price = prices.of(op)
+        cost = prices.cost(op)
     except _NONSENSE:
         return Effort()
-    us = max(0.0, price.us - prices.prices.factors.launch_gap_us)  # kernels are recorded without the gaps between them
-    return Effort(flops, moved, elements, precision, us, price.source)
+    us = max(0.0, cost.us - prices.factors.launch_gap_us)  # kernels are recorded without the gaps between them
+    return Effort(flops, moved, elements, precision, us, cost.source)
