@@ -94,7 +94,7 @@ def test_the_memset_and_the_kernel_of_one_matmul_are_one_operator(tmp_path: Path
     first, second = trace.measured(tmp_path)
     assert (first.measured.kernels, first.measured.us) == (2, pytest.approx(20))
     assert (second.measured.kernels, second.measured.us) == (1, pytest.approx(10))
-    assert first.op == second.op
+    assert first.op._replace(measured=None) == second.op._replace(measured=None)
 
 
 def test_an_operator_does_the_work_of_its_longest_kernel(tmp_path: Path) -> None:
