@@ -131,11 +131,12 @@ class ModelCosts:
         key = (op.work, op.launches) if not op.phase else (*op[:4], op.allocates, op.options, op.work)
         found = self._costs.get(key)
         if found is None:
-            us = self._us(op)
+            us = self.us(op)
             found = self._costs[key] = Cost(us, self.host_us_of(op), self.joules_of(op, us), *self.basis_of(op, us))
         return found
 
-    def _us(self, op: Op) -> float:
+    def us(self, op: Op) -> float:
+        """The time of `cost`, for simulators, which need nothing else."""
         if isinstance(op.work, Collective):
             return self.network.us(op.work)
         if op.work is not None:

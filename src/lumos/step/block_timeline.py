@@ -56,14 +56,14 @@ def timeline(block: Ops, costs: ModelCosts) -> list[Row]:
             launched += costs.host_us_of(op)
         begin = max(now, *(rows[other].end_us for other in op.after)) if op.after else now
         if isinstance(op.work, Collective):
-            stream, cost = op.stream or BESIDE, costs.cost(op).us
+            stream, cost = op.stream or BESIDE, costs.us(op)
             begin = max(free[stream], begin)
             end = free[stream] = begin + cost
             if op.stream:
                 beside.append((end, costs.running(op.work, cost)))
         else:
             beside = [(until, kernel) for until, kernel in beside if until > begin]
-            end = end_beside(begin, costs.cost(op).us, op, beside, costs)
+            end = end_beside(begin, costs.us(op), op, beside, costs)
         now = now if op.stream else end
         rows.append(Row(op, begin, end))
     return rows

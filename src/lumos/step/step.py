@@ -261,7 +261,7 @@ class Assembly:
         if op.weight_gradient and self.program.schedule.splits_backward:
             phase = Phase.WEIGHTS
         hidden = self.layout.ep_overlap and is_exchange(op)
-        return Piece(op._replace(stream=EXCHANGE if hidden else 0), self.costs.cost(op).us, phase)
+        return Piece(op._replace(stream=EXCHANGE if hidden else 0), self.costs.us(op), phase)
 
     def _activation_copies_us(self, chunk: Chunk, phase: Phase) -> float:
         """Activations go to the host behind the forward pass and come back behind the backward pass, spread over it."""
@@ -393,7 +393,7 @@ class Assembly:
 
     def _longer_us(self, block: Repeated, beside: Beside) -> float:
         works = [(op, op.work) for op in block.build() if isinstance(op.work, Operator)]
-        return sum(self.costs.cost(op).us * (self.costs.slowdown(work, beside) - 1) for op, work in works)
+        return sum(self.costs.us(op) * (self.costs.slowdown(work, beside) - 1) for op, work in works)
 
     @cached_property
     def _disturbing(self) -> Beside | None:

@@ -161,7 +161,7 @@ class TracedBlocks:
     def _among(self, ops: list[Op], own: Ops, name: str) -> Ops:
         """With the collectives of the setup's own block and what waits for them, after the same shares of compute."""
         ends = list(accumulate((self._compute_us(op) for op in own), initial=0.0))
-        starts = list(accumulate((self.costs.cost(op).us for op in ops), initial=0.0))
+        starts = list(accumulate((self.costs.us(op) for op in ops), initial=0.0))
         scale = starts[-1] / ends[-1] if ends[-1] > 0 else 0.0
         found: Ops = []
         place: dict[int, int] = {}  # of calls of the setup's block that are here, too
@@ -183,7 +183,7 @@ class TracedBlocks:
         return [*found, *([following[1]] if following is not None else []), *(op for _, op in rest)]
 
     def _compute_us(self, op: Op) -> float:
-        return self.costs.cost(op).us if isinstance(op.work, Operator) else 0.0
+        return self.costs.us(op) if isinstance(op.work, Operator) else 0.0
 
     def _hosted(self, ops: Ops, host_us: float) -> Ops:
         """With the host's time, divided among calls by their kernels; on a CPU, it computes in that time."""
@@ -277,7 +277,7 @@ def us_by_kind(own: Sequence[Op], costs: ModelCosts) -> dict[str, float]:
     for op in own:
         if op.work is not None:
             kind = _kind_of(op.work)
-            found[kind] = found.get(kind, 0.0) + costs.cost(op).us
+            found[kind] = found.get(kind, 0.0) + costs.us(op)
     return found
 
 

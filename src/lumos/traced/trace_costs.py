@@ -119,7 +119,7 @@ class TraceCosts(ModelCosts):
         """What a call costs here: those of a trace differ by their measured times, collectives by their block."""
         found = self._costs.get(op)
         if found is None:
-            us = self._us(op)
+            us = self.us(op)
             source, bound = self.basis_of(op, us)
             traced = op.measured is not None or self.is_measured(op)
             source = ("measured" if self.is_measured(op) else "scaled") if traced else source
@@ -130,11 +130,11 @@ class TraceCosts(ModelCosts):
         """The blocks of a trace state launches."""
         return self.host_us * self.launches(op)
 
-    def _us(self, op: Op) -> float:
+    def us(self, op: Op) -> float:
         if isinstance(op.work, Collective):
             return self.network.us(op.work) * self.learned.network.get(op.module, 1.0)
         if op.measured is None:
-            return op.calls * self.kernel_us(op) if op.inputs else super()._us(op)
+            return op.calls * self.kernel_us(op) if op.inputs else super().us(op)
         gap = 0.0 if self._on_cpu else op.measured.kernels * self.factors.launch_gap_us
         return op.calls * (self.traced_us(op) * self._strain(op.measured.like) * self.learned.gpu + gap)
 
