@@ -55,7 +55,7 @@ class TracedBlocks:
             return own
         if name == "optimizer":
             share = self._update_growth * self._size_of(key) / max(self._size_of(self.now.optimizer(0).key), 1)
-            ops = [_updating(op, share) for op in cut.ops if not op.stream and seen(op).like != "comm"]
+            ops = [_grown(op, fixed, rest * share) for op, fixed, rest in self._updates]
         else:
             ops = [*self._added(name), *(new for op in cut.ops for new in self._retargeted(name, op))]
         return self._hosted(self._among(ops, own, name), self.host_us(name, own))
@@ -135,6 +135,14 @@ class TracedBlocks:
         kind = kinds[_update_kind(after)] / kinds[_update_kind(before)]
         return float(new / old * kind * self.costs.memory_growth * self.was.layout.shards / self.now.layout.shards)
 
+    @cached_property
+    def _updates(self) -> list[tuple[Op, float, float]]:
+        """The optimizer's calls, with the time that each takes whatever it updates, and the rest."""
+        ops = [op._replace(work=_work_of(op)) for op in self.blocks["optimizer"].ops]
+        ops = [op for op in ops if not op.stream and seen(op).like != "comm"]
+        least = [min(seen(op).us, seen(op).kernels * _TABLE["update"]["kernel_us"]) for op in ops]
+        return [(op, fixed, seen(op).us - fixed) for op, fixed in zip(ops, least, strict=True)]
+
     @staticmethod
     def _size_of(key: Key) -> int:
         """Elements that the block of an optimizer updates."""
@@ -160,6 +168,8 @@ class TracedBlocks:
 
     def _among(self, ops: list[Op], own: Ops, name: str) -> Ops:
         """With the collectives of the setup's own block and what waits for them, after the same shares of compute."""
+        if not any(isinstance(op.work, Collective) or op.syncs for op in own):
+            return ops
         ends = list(accumulate((self._compute_us(op) for op in own), initial=0.0))
         starts = list(accumulate((self.costs.us(op) for op in ops), initial=0.0))
         scale = starts[-1] / ends[-1] if ends[-1] > 0 else 0.0
@@ -226,7 +236,7 @@ class TracedBlocks:
     @cached_property
     def _traced_own(self) -> dict[str, Ops]:
         """The traced setup's own blocks, by name."""
-        return own_blocks(self.was, self.blocks)
+        return self.costs.was.kept("own blocks", lambda: own_blocks(self.was, self.blocks))
 
     @cached_property
     def _target_own(self) -> dict[str, Ops]:
@@ -255,11 +265,9 @@ def traced_program(setup: Setup, costs: TraceCosts) -> Program:
     return Program(setup).made_by(TracedBlocks(costs).block)
 
 
-def _updating(op: Op, growth: float) -> Op:
+def _grown(op: Op, fixed: float, rest: float) -> Op:
     """A kernel of the optimizer takes some time whatever it updates."""
-    measured = seen(op)
-    fixed = min(measured.us, measured.kernels * _TABLE["update"]["kernel_us"])
-    return op._replace(work=_work_of(op), measured=measured._replace(us=fixed + (measured.us - fixed) * growth))
+    return op._replace(measured=seen(op)._replace(us=fixed + rest))
 
 
 def _work_of(op: Op) -> Operator:

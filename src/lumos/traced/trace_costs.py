@@ -34,6 +34,7 @@ _TABLE = read_table("change.json")
 UNPRICED = (ArithmeticError, LookupError, TypeError, ValueError)  # what a model makes of shapes that make no sense
 MODES = ("drawn", "trace")
 """Operators by their trace, drawn towards the model; by their trace only."""
+_LIKES = ("matrix", "attention", "stream")  # kinds of work of calls that are measured
 _SHORTEST_US = 0.5  # of a kernel
 _OTHER_KERNEL = 10.0  # times its modelled time, or its inverse: something else was launched than what is modelled
 
@@ -81,6 +82,11 @@ class Learned:
     def name(self) -> str:
         """The same for runs that give the same results."""
         return sha256(repr(self).encode()).hexdigest()
+
+    @cached_property
+    def model(self) -> ModelCosts:
+        """Costs of the traced setup before anything is learned."""
+        return plain_costs(self.traced)
 
     def slower(self, factor: float) -> Learned:
         """All that runs on the GPU, this much slower."""
@@ -136,12 +142,12 @@ class TraceCosts(ModelCosts):
         if op.measured is None:
             return op.calls * self.kernel_us(op) if op.inputs else super().us(op)
         gap = 0.0 if self._on_cpu else op.measured.kernels * self.factors.launch_gap_us
-        return op.calls * (self.traced_us(op) * self._strain(op.measured.like) * self.learned.gpu + gap)
+        return op.calls * (self.traced_us(op) * self._strain[op.measured.like] * self.learned.gpu + gap)
 
     def matrix_us(self, block: Iterable[Op]) -> float:
         """What matmuls and attention of a block take, without gaps between kernels."""
         ops = [op for op in block if op.measured is not None and op.measured.like in ("matrix", "attention")]
-        return sum(op.calls * self.traced_us(op) * self._strain(seen(op).like) * self.learned.gpu for op in ops)
+        return sum(op.calls * self.traced_us(op) * self._strain[seen(op).like] * self.learned.gpu for op in ops)
 
     def traced_us(self, op: Op) -> float:
         """One call at the clock of the traced run, without gaps between kernels."""
@@ -172,7 +178,7 @@ class TraceCosts(ModelCosts):
             return each
         try:
             old, new = self.was.kernel_us(before), self.kernel_us(op)
-            strain = _strain(measured.like, self.learned.traced, self.learned.load)
+            strain = self._traced_strain[measured.like]
             typical = self._typical(before, self.was) * strain, self._typical(op, self) * strain
         except UNPRICED:  # it scales with the bytes it moves
             return each * bytes_of(op) / max(bytes_of(before), 1.0)
@@ -196,16 +202,21 @@ class TraceCosts(ModelCosts):
         return 0.0 if known else float(_TABLE["far_transferred"])
 
     # ------------------------------------------------------------------ the clock
-    def _strain(self, like: str) -> float:
+    @cached_property
+    def _strain(self) -> dict[str, float]:
         """The target's over the traced run's; costs of a GPU that was never traced hold its typical clock."""
         own = self._on_cpu or self._same_gpu or self.kernel_source == "fitted"
-        now = _strain(like, self.target, self.load) if own else 1.0
-        return now / _strain(like, self.learned.traced, self.learned.load)
+        now = {like: _strain(like, self.target, self.load) if own else 1.0 for like in _LIKES}
+        return {like: now[like] / before for like, before in self._traced_strain.items()}
+
+    @cached_property
+    def _traced_strain(self) -> dict[str, float]:
+        return {like: _strain(like, self.learned.traced, self.learned.load) for like in _LIKES}
 
     # ------------------------------------------------------------------ both setups
-    @cached_property
+    @property
     def was(self) -> ModelCosts:
-        return plain_costs(self.learned.traced)
+        return self.learned.model
 
     @cached_property
     def _known(self) -> dict[Op, float]:
