@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 
 from fit_steps import setup_of
-from lumos.analysis.kernel_labels import KernelClass
 from lumos.analysis.replay import replay
 from lumos.costs.model_costs import ModelCosts
 from lumos.described.layer import TransformerLayer
@@ -33,7 +32,7 @@ from lumos.step.step import simulate_step
 from lumos.traced.learned import CalibratedRun
 from shipped import ship, shipped, unpack_records
 
-CLASSES = {"matrix": KernelClass.MATRIX, "stream": KernelClass.STREAM}
+CLASSES = ("matrix", "stream")
 Floats = NDArray[np.float64]
 Row = tuple[Floats, float]  # cold microseconds of a layer's operators at each knot, and the measured ones
 
@@ -61,8 +60,8 @@ def rows_in(path: Path, case: dict[str, Any]) -> dict[str, list[Row]]:
     blocks = CalibratedRun(replay(read_job(path)), step.setup).blocks
     passes = ((layer.forward(), blocks["forward"]), (layer.backward(), blocks["backward"]))
     return {
-        name: [(cold_us(block, step.costs, name == "matrix"), measured.us(work)) for block, measured in passes]
-        for name, work in CLASSES.items()
+        name: [(cold_us(block, step.costs, name == "matrix"), measured.us(name)) for block, measured in passes]
+        for name in CLASSES
     }
 
 

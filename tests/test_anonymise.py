@@ -24,7 +24,7 @@ from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_causes import job_of
 from lumos.chakra.run_writer import write_chakra
-from lumos.costs import overlapped_kernels
+from lumos.costs import contention
 from lumos.errors import LumosError
 from lumos.export import public_names
 from lumos.export.anonymise import anonymise
@@ -352,8 +352,8 @@ def test_a_scope_keeps_what_the_analysis_reads_in_its_name(first: str, words: li
 
 def test_roles_are_those_that_the_analysis_reads() -> None:
     """Patterns of packages that this one cannot import, or that are their own affair."""
-    assert public_names._ON_SMS.pattern == overlapped_kernels._ON_SMS.pattern
-    assert public_names._GENERATION.pattern == overlapped_kernels._PERSISTENT.pattern
+    assert public_names._ON_SMS.pattern == contention._ON_SMS.pattern
+    assert public_names._GENERATION.pattern == contention._HOPPER_NAME.pattern
     assert public_names._TF32.pattern == traced_operators._TF32.pattern
     assert public_names._FUSED.pattern == traced_operators._FUSED.pattern
     assert public_names._SENDS == slowdown_jobs._MESSAGES

@@ -272,7 +272,7 @@ def test_the_host_of_the_optimizer_grows_with_the_tensors_that_it_updates(tmp_pa
     run = traced(simulate_step(small(pp=2, dp=1).replaced({"train.framework": "pytorch", "parallel.dp": 1})), tmp_path)
     before, after = (changed_step(run, run.setup.replaced({"model.layers": layers}))[0] for layers in (4, 16))
     blocks = [(step, step.assembly.program.optimizer(0)) for step in (before, after)]
-    launches = [step.costs.block(block.key, block.build).host_us for step, block in blocks]
+    launches = [step.assembly.block_time(block).host_us for step, block in blocks]
     assert launches[0] == pytest.approx(run.learned.host * run.blocks["optimizer"].host_us)
     assert 2 < launches[1] / launches[0] < 4
 

@@ -285,7 +285,7 @@ def described_us(row: Row, matrix: float, stream: float) -> float:
         }
     )
     factors = replace(in_step_factors(gpu_named("h200")), matrix=matrix, stream=stream)
-    return simulate_step(setup, factors, make_costs=lambda m, n, f, _, c: ModelCosts(m, n, f, 0.0, c)).us
+    return simulate_step(setup, factors, make_costs=lambda m, n, f, _, c, *_speed: ModelCosts(m, n, f, 0.0, c)).us
 
 
 def test_steps_that_take_longer_than_their_operators_give_factors(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_a_traced_run_is_read_once_and_put_on_every_gpu(run: Run, monkeypatch: p
     from lumos.cli import predict_command
 
     read, load = [], predict_command.load_run
-    monkeypatch.setattr(predict_command, "load_run", lambda *given: read.append(given) or load(*given))
+    monkeypatch.setattr(predict_command, "load_run", lambda *given, **more: read.append(given) or load(*given, **more))
     rows = answer_of(run, "predict", TRACE / "setup.toml", "--from", TRACE, "--gpu", "h200,b200")["gpus"]
     assert len(read) == 1
     alone = answer_of(run, "predict", TRACE / "setup.toml", "--from", TRACE, "--gpu", "b200")

@@ -13,8 +13,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lumos.read import GRAPH_READERS
-
 if TYPE_CHECKING:
     from lumos.analysis.comparison import compare
     from lumos.analysis.readiness import check
@@ -56,8 +54,6 @@ __all__ = [
     "predict_recording", "read_job", "read_setup", "replay", "search", "step_risk", "stragglers", "whole_run",
     "write_setup",
 ]  # fmt: skip
-
-GRAPH_READERS |= {"CHAKRA": "lumos.chakra.run_reader:BINARY", "CHAKRA_JSON": "lumos.chakra.run_reader:JSON"}
 
 
 class _PublicNames(ModuleType):

@@ -150,8 +150,8 @@ def _setup(row: Mapping[str, Any], model: str) -> Setup:
 def _step_us(setup: Setup, factors: InStepFactors, host_us: float) -> float:
     """The described step, where one launch costs the host so much."""
 
-    def make(model: CostModel, network: Any, factors: InStepFactors, _: float, launches: float) -> ModelCosts:
-        return ModelCosts(model, network, factors, host_us, launches)
+    def make(model: CostModel, network: Any, factors: InStepFactors, _: float, *host: float) -> ModelCosts:
+        return ModelCosts(model, network, factors, host_us, *host)
 
     return simulate_step(setup, factors, make_costs=make).us
 

@@ -145,7 +145,8 @@ class CalibratedRun:
         return found
 
     def _stage_of(self, rank: int) -> int:
-        return self.plain.assembly.layout.places.of(rank)[1]
+        places = self.plain.assembly.layout.places
+        return places.of(min(rank, places.world - 1))[1]
 
     @cached_property
     def blocks(self) -> dict[str, CutBlock]:
