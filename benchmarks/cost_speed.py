@@ -1,4 +1,4 @@
-"""How often a second calls are costed, as an event loop of serving asks for them.
+"""Calls costed per second, as the event loop of a serving engine asks for them.
 
     python benchmarks/cost_speed.py
 
